@@ -123,10 +123,14 @@ def show_work(metadata: dict[str, Any]) -> None:
     rate = (generated - 1) / max(1e-9, metadata["total_s"] - metadata["first_s"])
     console.print()
     table = Table("who", "did what", box=None)
-    table.add_row("router + HTTP server", f"rendered and tokenised the chat ({prompt} tokens), streamed {generated} tokens")
+    table.add_row(
+        "router + HTTP server", f"rendered and tokenised the chat ({prompt} tokens), streamed {generated} tokens"
+    )
     table.add_row(handoff["prefill_worker"], f"computed the KV cache of {prompt - 1} prompt tokens")
     table.add_row("hand-off", f"{handoff['transferred_bytes']:,} bytes of KV written into the decoder's pages")
-    table.add_row(handoff["decode_worker"], f"first token after {metadata['first_s'] * 1e3:.0f} ms, then {rate:.0f} tokens/s")
+    table.add_row(
+        handoff["decode_worker"], f"first token after {metadata['first_s'] * 1e3:.0f} ms, then {rate:.0f} tokens/s"
+    )
     console.print(table)
 
 

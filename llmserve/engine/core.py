@@ -110,7 +110,7 @@ class EngineCore:
             raise InvalidRequestError(f"request id {request_id!r} is already in use", param="request_id")
         if not token_ids:
             raise InvalidRequestError("the prompt has no tokens", param="prompt")
-        if not (0 <= min(token_ids) and max(token_ids) < self.model.vocab_size):
+        if not (min(token_ids) >= 0 and max(token_ids) < self.model.vocab_size):
             raise InvalidRequestError(f"prompt token ids must be below {self.model.vocab_size}", param="prompt")
         if len(self.scheduler.waiting) >= self.limits.max_waiting:
             raise OverloadedError(f"{len(self.scheduler.waiting)} sequences are waiting; the limit is reached")

@@ -12,7 +12,6 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 from llmserve.control.messages import (
     PREFILLER_TO_DECODER,
@@ -33,7 +32,7 @@ from llmserve.control.sockets import DealerSocket
 from llmserve.engine.core import EngineCore
 from llmserve.engine.scheduler import Handoff
 from llmserve.transfer.engine import TransferEngine
-from llmserve.transfer.layout import KVLayout, PeerIdentity, process_is_gone
+from llmserve.transfer.layout import KVLayout, PeerIdentity
 from llmserve.transfer.reshard import expected_writes
 
 logger = logging.getLogger(__name__)
@@ -45,7 +44,7 @@ HANDSHAKE_TIMEOUT_S = 8.0
 class Transfer:
     transfer_id: int
     handoff: Handoff
-    prefiller: "Prefiller"
+    prefiller: Prefiller
     deadline_s: float
     quarantined: list[int] = field(default_factory=list)  # once closing
 
@@ -296,9 +295,7 @@ class DecodeRole:
         self._take(transfer)
         self.num_failures += error is not None
         retry = self.recompute and (error is None or error.status != 400)
-        transfer.quarantined = self.core.kv_failed(
-            transfer.handoff, drained=drained, error=None if retry else error
-        )
+        transfer.quarantined = self.core.kv_failed(transfer.handoff, drained=drained, error=None if retry else error)
         if drained:
             self.engine.close_transfer(transfer.transfer_id)
         else:

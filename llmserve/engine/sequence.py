@@ -95,9 +95,7 @@ def sequence_for_generate(request: GenerateRequest, eos_token_ids: list[int]) ->
 def sequence_for_prefill(request_id: str, token_ids: list[int], cache_salt: str) -> Sequence:
     """A prefiller's sequence: computed to its last token, never sampled."""
     params = SamplingParams()
-    row = SamplingRow(
-        params=params, prompt_token_ids=token_ids, output_token_ids=[], eos_token_ids=[], stream_seed=0
-    )
+    row = SamplingRow(params=params, prompt_token_ids=token_ids, output_token_ids=[], eos_token_ids=[], stream_seed=0)
     return Sequence(
         request_id=request_id,
         params=params,

@@ -31,7 +31,6 @@ from llmserve.control.messages import (
     GenerateRequest,
     Heartbeat,
     HeartbeatAck,
-    ModelInfo,
     Refused,
     Register,
     Registered,
@@ -248,12 +247,15 @@ def main(loader: EngineLoader = load_engine) -> None:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     config = msgspec.json.decode(arguments.config_json, type=WorkerConfig)
     try:
-        uvloop.run(_serve(config, loader, arguments.exit_with_parent))
+        uvloop.run(serve_worker(config, loader, exit_with_parent=arguments.exit_with_parent))
     except LlmserveError as error:
         sys.exit(f"error: {error.message}")
 
 
-async def _serve(config: WorkerConfig, loader: EngineLoader, exit_with_parent: bool) -> None:
+async def serve_worker(
+    config: WorkerConfig, loader: EngineLoader = load_engine, *, exit_with_parent: bool = False
+) -> None:
+    """Load and run a worker in this process until a signal, a Drain, or the end of the parent."""
     worker = Worker(config, loader)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

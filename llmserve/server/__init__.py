@@ -1,0 +1,1 @@
+"""The OpenAI-compatible HTTP server: requests in, text out. It knows no tensors."""

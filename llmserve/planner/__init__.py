@@ -1,0 +1,1 @@
+"""Room of the roofline model, the rack simulator and capacity planning. Empty until its issue is taken."""
