@@ -95,8 +95,7 @@ class Scheduler:
         """Book that the tokens of `item` are computed; full pages become reusable by other sequences."""
         sequence = item.sequence
         sequence.num_computed = item.start + item.count
-        if sequence.prompt_logprobs is None:  # such a sequence recomputes its prompt, its pages are ordinary otherwise
-            self._commit(sequence)
+        self._commit(sequence)
 
     def finish(self, sequence: Sequence) -> None:
         """The sequence is over: take it out and free its pages at once (cached ones stay for others)."""
@@ -111,6 +110,7 @@ class Scheduler:
 
     def release_pages(self, sequence: Sequence) -> None:
         pages, sequence.pages = sequence.pages, []
+        sequence.keys.num_committed = 0
         self.pool.free(pages)
 
     # ------------------------------------------------------------------ hand-off (decoder)

@@ -6,10 +6,10 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
-from llmserve.pipeline import TextDelta, TextPipeline, TextRequest
+from llmserve.pipeline import TextDelta, TextLogprob, TextPipeline, TextRequest
 from llmserve.server.metrics import ServerMetrics
 from llmserve.server.responses import Handoff, PromptTokensDetails, Usage
 
@@ -46,6 +46,27 @@ class Progress:
         )
 
 
+@dataclass(slots=True)
+class Collected:
+    """A finished choice of an answer that is sent whole."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TextLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TextLogprob] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+    def add(self, delta: TextDelta) -> None:
+        self.text += delta.text
+        self.token_ids += delta.token_ids
+        self.logprobs += delta.logprobs or ()
+        self.prompt_logprobs += delta.prompt_logprobs or ()
+        if delta.finish_reason is not None:
+            self.finish_reason = delta.finish_reason
+            self.stop_reason = delta.stop_reason
+
+
 class Answer:
     """One request of one or more prompts with `n` choices each; choice `c` of prompt `p` has index `p * n + c`."""
 
@@ -78,6 +99,14 @@ class Answer:
             for progress in self.progress:
                 if not progress.finished:
                     self._metrics.count_finished(outcome)
+
+    async def collect(self) -> list[Collected]:
+        """All choices, once every one has finished."""
+        choices = [Collected() for _ in self.progress]
+        async with aclosing(self.deltas()) as deltas:
+            async for index, delta in deltas:
+                choices[index].add(delta)
+        return choices
 
     def usage(self) -> Usage:
         """Prompt tokens count once per prompt, whatever n is."""
@@ -142,9 +171,7 @@ async def merge(sources: Sequence[AsyncIterator[T]]) -> AsyncGenerator[tuple[int
         await asyncio.gather(*pumps, return_exceptions=True)
 
 
-async def _pump(
-    number: int, source: AsyncIterator[T], queue: asyncio.Queue[tuple[int, T] | Exception | None]
-) -> None:
+async def _pump(number: int, source: AsyncIterator[T], queue: asyncio.Queue[tuple[int, T] | Exception | None]) -> None:
     end: Exception | None = None
     try:
         async with aclosing(source) as items:  # type: ignore[type-var]

@@ -112,7 +112,7 @@ class FunctionCall(msgspec.Struct, kw_only=True):
     arguments: str | dict[str, Any] = ""
 
 
-class ToolCall(msgspec.Struct, kw_only=True, omit_defaults=True):
+class ToolCall(msgspec.Struct, kw_only=True):
     function: FunctionCall
     type: Literal["function"] = "function"
     id: str | None = None
@@ -168,7 +168,7 @@ class ChatRequest(SamplingFields, kw_only=True):
     max_completion_tokens: Integer | None = None
     logprobs: bool | None = None
     top_logprobs: Integer | None = None
-    tools: list[Tool] | None = None
+    tools: list[dict[str, Any]] | None = None  # given to the template as they are
     tool_choice: str | dict[str, Any] | None = None
     response_format: ResponseFormat | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -182,7 +182,7 @@ class ChatRequest(SamplingFields, kw_only=True):
             raise InvalidRequestError("messages must hold at least one message", param="messages")
         for index, message in enumerate(self.messages):
             message.check(index)
-        self._check_unsupported()
+        self._check_tools()
         if self.continue_final_message:
             if self.add_generation_prompt:
                 raise InvalidRequestError(
@@ -210,7 +210,12 @@ class ChatRequest(SamplingFields, kw_only=True):
     def output_limit(self) -> Integer | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
-    def _check_unsupported(self) -> None:
+    def _check_tools(self) -> None:
+        for index, tool in enumerate(self.tools or ()):
+            try:
+                msgspec.convert(tool, Tool)
+            except msgspec.ValidationError as error:
+                raise InvalidRequestError(f"tools[{index}]: {error}", param="tools") from None
         if self.response_format is not None and self.response_format.type != "text":
             raise InvalidRequestError(
                 f"response_format {self.response_format.type[:40]!r} is not supported yet, only 'text' is",

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from llmserve_kernels.linear import LinearWeight, round_activation
 
-FEW_TOKENS = 16  # up to here all hit experts are computed as one batched product
+FEW_TOKENS = 16  # up to here, if most experts are hit, all are computed as one batched product
 
 
 @dataclass(slots=True)
@@ -54,7 +54,8 @@ def fused_experts(
     counts = torch.bincount(assignment, minlength=layer.num_experts).tolist()
     rounded = round_activation(x, layer.gate_up.format).to(layer.gate_up.wide.dtype)
     rows = rounded[torch.div(order, top_k, rounding_mode="floor")]  # [T * k, hidden], grouped by expert
-    grouped = _batched if tokens <= FEW_TOKENS else _looped
+    hit = sum(count > 0 for count in counts)
+    grouped = _batched if tokens <= FEW_TOKENS and 2 * hit > layer.num_experts else _looped
     gate_up = grouped(rows, layer.gate_up.wide, counts).float()
     gate, up = gate_up.chunk(2, -1)
     inner = round_activation(F.silu(gate.double()).float() * up, layer.down.format)
@@ -76,11 +77,9 @@ def _looped(rows: torch.Tensor, wide: torch.Tensor, counts: list[int]) -> torch.
 
 
 def _batched(rows: torch.Tensor, wide: torch.Tensor, counts: list[int]) -> torch.Tensor:
-    """One batched product over the hit experts, each padded to the most tokens that any of them has."""
-    hit = [expert for expert, count in enumerate(counts) if count]
+    """One batched product over all experts, each padded to the most tokens that any of them has."""
     most = max(counts)
-    slots = [i * most + j for i, expert in enumerate(hit) for j in range(counts[expert])]
-    padded = rows.new_zeros(len(hit) * most, rows.shape[1])
+    slots = [expert * most + j for expert, count in enumerate(counts) for j in range(count)]
+    padded = rows.new_zeros(len(counts) * most, rows.shape[1])
     padded[slots] = rows
-    chosen = wide if len(hit) == wide.shape[0] else wide[hit]
-    return torch.bmm(padded.view(len(hit), most, -1), chosen.transpose(1, 2)).flatten(0, 1)[slots]
+    return torch.bmm(padded.view(len(counts), most, -1), wide.transpose(1, 2)).flatten(0, 1)[slots]

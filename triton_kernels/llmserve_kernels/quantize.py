@@ -65,7 +65,7 @@ def round_to_mxfp8(x: torch.Tensor) -> torch.Tensor:
     blocks = x.float().unflatten(-1, (-1, MX_BLOCK))
     mantissa, exponent = torch.frexp(blocks.abs().amax(-1, keepdim=True))
     exponent = (exponent + (mantissa > 0.875)).sub_(9).clamp_(-126, 127)
-    scale = torch.ldexp(torch.ones((), device=x.device), exponent)
+    scale = torch.exp2(exponent.float())  # exact for whole exponents
     return ((blocks / scale).to(torch.float8_e4m3fn).float() * scale).flatten(-2)
 
 
