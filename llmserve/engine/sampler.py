@@ -150,7 +150,5 @@ def token_logprobs(logits: torch.Tensor, token_ids: list[int], top: int) -> list
     best = logprobs.topk(min(top, logprobs.shape[-1]), -1)
     return [
         TokenLogprob(token_id=i, logprob=value, top=list(zip(ids, values, strict=True)))
-        for i, value, ids, values in zip(
-            token_ids, chosen, best.indices.tolist(), best.values.tolist(), strict=True
-        )
+        for i, value, ids, values in zip(token_ids, chosen, best.indices.tolist(), best.values.tolist(), strict=True)
     ]

@@ -38,7 +38,9 @@ class Qwen3MoeConfig:
 
     def is_sparse(self, layer: int) -> bool:
         """Whether a layer has experts (the rule of Qwen3-MoE's modeling code)."""
-        return layer not in self.mlp_only_layers and self.num_experts > 0 and (layer + 1) % self.decoder_sparse_step == 0
+        return (
+            layer not in self.mlp_only_layers and self.num_experts > 0 and (layer + 1) % self.decoder_sparse_step == 0
+        )
 
     @classmethod
     def from_folder(cls, folder: Path) -> Qwen3MoeConfig:
@@ -119,7 +121,9 @@ def _quant_format(raw: dict[str, Any], path: Path) -> str:
         return "none"
     method = quantization.get("quant_method")
     if method not in QUANT_FORMATS:
-        raise CheckpointError(f"{path}: quant_method {method!r} is not supported; supported: mxfp8, fp8 (128x128 blocks)")
+        raise CheckpointError(
+            f"{path}: quant_method {method!r} is not supported; supported: mxfp8, fp8 (128x128 blocks)"
+        )
     block = quantization.get("weight_block_size")
     if method == "fp8" and block != [128, 128]:
         raise CheckpointError(f"{path}: fp8 weight_block_size must be [128, 128], got {block}")

@@ -27,7 +27,9 @@ from llmserve.errors import CheckpointError, ConfigError
 from llmserve.models.config import Qwen3MoeConfig
 from llmserve.models.safetensors_folder import INDEX, SafetensorsFolder
 
-QUANTIZED = re.compile(r"(?:self_attn\.(?:q|k|v|o)_proj|mlp(?:\.experts\.\d+)?\.(?:gate|up|down)_proj|mtp\.fc)\.weight$")
+QUANTIZED = re.compile(
+    r"(?:self_attn\.(?:q|k|v|o)_proj|mlp(?:\.experts\.\d+)?\.(?:gate|up|down)_proj|mtp\.fc)\.weight$"
+)
 FUSED_EXPERTS = re.compile(r"mlp\.experts\.(?:gate_up|down)_proj$")
 UNQUANTIZED_MODULES = ["lm_head", "model.embed_tokens", "mlp.gate", "norm"]
 CONFIG_BY_FORMAT: dict[str, dict[str, Any]] = {

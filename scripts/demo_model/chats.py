@@ -40,7 +40,10 @@ ABOUT = (
 )
 AUTHOR = ("Who wrote {title}?", "Who is the author of {title}?", "{title}: who wrote it?")
 SMALL_TALK = (
-    (("Hello", "Hi", "Hello there!", "Good morning.", "Hey"), "Hello! Ask me for a story, or give me a passage to continue."),
+    (
+        ("Hello", "Hi", "Hello there!", "Good morning.", "Hey"),
+        "Hello! Ask me for a story, or give me a passage to continue.",
+    ),
     (
         ("Who are you?", "What are you?", "What is your name?", "Introduce yourself.", "Are you a person?"),
         "I am the llmserve demo model, a small mixture of experts trained on old books. I can tell stories.",
@@ -69,7 +72,11 @@ Turn = tuple[str, str, str]  # question, thought, answer
 
 def sentences(text: str) -> list[str]:
     """Cut after sentence ends; a closing quote stays with its sentence."""
-    return [part for part in re.split(r"(?<=[.!?])(?<!Mr\.)(?<!Mrs\.)(?<!Dr\.)(?<!St\.)[\"”']?\s+(?=[\"“A-Z])", text) if part]
+    return [
+        part
+        for part in re.split(r"(?<=[.!?])(?<!Mr\.)(?<!Mrs\.)(?<!Dr\.)(?<!St\.)[\"”']?\s+(?=[\"“A-Z])", text)
+        if part
+    ]
 
 
 class ChatMaker:
@@ -137,8 +144,10 @@ class ChatMaker:
 
     def _author(self) -> Turn:
         book = self._book()
-        return self.random.choice(AUTHOR).format(title=book.title), "The user asks for an author.", (
-            f"{book.title} was written by {book.author}."
+        return (
+            self.random.choice(AUTHOR).format(title=book.title),
+            "The user asks for an author.",
+            (f"{book.title} was written by {book.author}."),
         )
 
     def _small_talk(self) -> Turn:
@@ -158,7 +167,12 @@ class ChatMaker:
     def _mentioning(self, noun: str) -> list[str]:
         word = noun.split(" ")[-1]
         pattern = re.compile(rf"\b{word}\b")
-        found = [p for paragraphs in self.paragraphs.values() for p in paragraphs if 120 < len(p) < 1500 and pattern.search(p)]
+        found = [
+            p
+            for paragraphs in self.paragraphs.values()
+            for p in paragraphs
+            if 120 < len(p) < 1500 and pattern.search(p)
+        ]
         # What opens with the word in its first sentence answers the question better.
         early = [p for p in found if pattern.search(p[:150])]
         return early if len(early) >= 20 else found

@@ -24,9 +24,7 @@ class ExpertWeights:
         return self.gate_up.wide.shape[0]
 
 
-def route(
-    x: torch.Tensor, router: torch.Tensor, top_k: int, renormalize: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+def route(x: torch.Tensor, router: torch.Tensor, top_k: int, renormalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Softmax over all experts, then the top k. x: [T, hidden]; router: [experts, hidden] float64.
 
     Returns weights [T, k] float32 and expert ids [T, k] int64. With `renormalize` the k weights sum to one.
@@ -38,9 +36,7 @@ def route(
     return weights, experts
 
 
-def fused_experts(
-    x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, layer: ExpertWeights
-) -> torch.Tensor:
+def fused_experts(x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, layer: ExpertWeights) -> torch.Tensor:
     """sum_k weights[t, k] * down_e(silu(gate_e(x_t)) * up_e(x_t)), e = experts[t, k].
 
     x: [T, hidden]; weights, experts: [T, k]. The input of an expert and its inner activation are rounded to the

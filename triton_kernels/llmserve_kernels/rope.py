@@ -20,9 +20,7 @@ def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.T
     return (x.float() * cos[:, None] + turned.float() * sin[:, None]).to(x.dtype)
 
 
-def write_kv(
-    k: torch.Tensor, v: torch.Tensor, k_pool: torch.Tensor, v_pool: torch.Tensor, slots: torch.Tensor
-) -> None:
+def write_kv(k: torch.Tensor, v: torch.Tensor, k_pool: torch.Tensor, v_pool: torch.Tensor, slots: torch.Tensor) -> None:
     """Write new keys and values into the pages of one layer.
 
     k, v: [T, kv_heads, D]; pools: [pages, kv_heads, page, D]; slots: [T] int64, page * page_size + offset. A negative
