@@ -20,6 +20,7 @@ from llmserve.errors import ConfigError, LlmserveError
 EXAMPLES = """examples:
   llmserve serve demo                             one prefiller and one decoder on this host, port 8000
   llmserve serve /models/Qwen3-30B-A3B --unified  one process does both
+  llmserve keys keys                              CURVE keys: copy the folder to every host
   llmserve router MODEL --bind tcp://10.0.0.1:5555 --curve-dir keys     several hosts: the front,
   llmserve prefill MODEL --router tcp://10.0.0.1:5555 --curve-dir keys  then workers where the GPUs are
   llmserve chat demo                              talk to a model in the terminal
@@ -89,6 +90,14 @@ def quantize(arguments: argparse.Namespace) -> int:
     from llmserve.models.quantize import quantize_checkpoint
 
     quantize_checkpoint(arguments.source, arguments.destination, arguments.format)
+    return 0
+
+
+def keys(arguments: argparse.Namespace) -> int:
+    """Make the CURVE key pair of a cluster; every host needs a copy of the folder."""
+    from llmserve.control.sockets import create_keys
+
+    create_keys(arguments.folder)
     return 0
 
 
@@ -166,6 +175,10 @@ def build_parser() -> argparse.ArgumentParser:
     command.add_argument("source", metavar="SRC", help="checkpoint folder")
     command.add_argument("destination", metavar="DST", help="folder to create")
     command.add_argument("--format", choices=("mxfp8", "fp8-block"), default="mxfp8")
+
+    command = commands.add_parser("keys", help=keys.__doc__, description=keys.__doc__)
+    command.set_defaults(run=keys, log_level="warning")
+    command.add_argument("folder", metavar="DIR")
     return parser
 
 

@@ -46,6 +46,7 @@ class WorkerConfig:
     peer_timeout_s: float = 2.0  # silence after which a peer counts as dead
     threads: int = 0  # CPU threads for the model; 0: cores / 2, at least 1
     served_model_name: str = ""
+    curve_dir: str = ""  # folder of CURVE keys; without it everything stays on loopback
 
     def __post_init__(self) -> None:
         _one_of("role", self.role, ROLES)
@@ -69,6 +70,7 @@ class RouterConfig:
     heartbeat_interval_s: float = 0.5
     worker_timeout_s: float = 2.5
     no_worker_timeout_s: float = 4.0  # how long a request may wait for a worker to (re)join
+    curve_dir: str = ""
     max_pending: int = 4096  # sequences in flight over all workers before new ones are refused
 
 

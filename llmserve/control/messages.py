@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from llmserve.sampling_params import SamplingParams
-from llmserve.transfer.layout import KVLayout
+from llmserve.transfer.layout import KVLayout, MemoryDescriptor, PeerIdentity
 
 PROTOCOL_VERSION = 1
 MAX_FRAME_BYTES = 64 * 1024 * 1024
@@ -156,15 +156,6 @@ class StepOutputs(Message):
 
 
 # ---------------------------------------------------------------- decoder <-> prefiller
-
-
-class MemoryDescriptor(Message):
-    """How a peer writes into this process's registered memory. `params` belongs to the transport."""
-
-    transport: str  # "shared_memory" | "tcp"
-    instance_id: str
-    size_bytes: int
-    params: dict[str, str | int]
 
 
 class PeerHello(Message):

@@ -7,7 +7,6 @@ quarantine until the prefiller confirms that nothing more will be written (Trans
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import time
 from collections.abc import Callable
@@ -28,7 +27,7 @@ from llmserve.control.messages import (
     PrefillStarted,
     TransferClosed,
 )
-from llmserve.control.sockets import DealerSocket
+from llmserve.control.sockets import CurveKeys, DealerSocket
 from llmserve.engine.core import EngineCore
 from llmserve.engine.scheduler import Handoff
 from llmserve.transfer.engine import TransferEngine
@@ -77,6 +76,7 @@ class DecodeRole:
         layout: KVLayout,
         *,
         worker_id: str,
+        keys: CurveKeys | None,
         instance_id: str,
         fingerprint: str,
         peer_timeout_s: float,
@@ -88,6 +88,7 @@ class DecodeRole:
         self.engine = engine
         self.layout = layout
         self.worker_id = worker_id
+        self.keys = keys
         self.instance_id = instance_id
         self.fingerprint = fingerprint
         self.peer_timeout_s = peer_timeout_s
@@ -96,11 +97,9 @@ class DecodeRole:
         self.wake = wake
         self.prefillers: dict[str, Prefiller] = {}  # by instance id
         self.by_request: dict[str, Transfer] = {}
-        self.page_bytes = _page_bytes(layout)
         self.num_transfers = 0
         self.num_failures = 0
         self.bytes_received = 0
-        self._ids = itertools.count(1)
 
     # ------------------------------------------------------------------ called by the worker
 
@@ -109,9 +108,8 @@ class DecodeRole:
         request = handoff.sequence.request
         assert request is not None and request.prefiller is not None
         prefiller = self._prefiller(request.prefiller)
-        transfer_id = next(self._ids)
+        transfer_id = self.engine.open_transfer(request.prefiller.instance_id)
         transfer = Transfer(transfer_id, handoff, prefiller, time.monotonic() + self.prefill_timeout_s)
-        self.engine.open_transfer(transfer_id, self._expected(transfer))
         prefiller.active[transfer_id] = transfer
         self.by_request[handoff.sequence.request_id] = transfer
         self.num_transfers += 1
@@ -166,7 +164,7 @@ class DecodeRole:
         if known is not None and not known.dead:
             return known
         now = time.monotonic()
-        prefiller = Prefiller(info, DealerSocket(info.address, PREFILLER_TO_DECODER), now, now)
+        prefiller = Prefiller(info, DealerSocket(info.address, PREFILLER_TO_DECODER, self.keys), now, now)
         self.prefillers[info.instance_id] = prefiller
         prefiller.socket.send(
             PeerHello(
@@ -263,8 +261,9 @@ class DecodeRole:
         """Free the quarantine of a dead prefiller once it provably cannot write any more."""
         if prefiller.active:
             return
-        if prefiller.closing and prefiller.identity is not None and not self._gone(prefiller):
-            return  # silent but perhaps alive: it could still write
+        could_write = prefiller.identity is not None and not self.engine.fences_writes and not self._gone(prefiller)
+        if prefiller.closing and could_write:
+            return  # silent but perhaps alive
         for transfer in list(prefiller.closing.values()):
             self._release(transfer)
         prefiller.closing.clear()
@@ -283,7 +282,7 @@ class DecodeRole:
     # ------------------------------------------------------------------ ends of a transfer
 
     def _complete(self, transfer: Transfer) -> None:
-        size_bytes = len(transfer.handoff.pages) * self.page_bytes
+        size_bytes = 2 * self.layout.num_layers * len(transfer.handoff.pages) * self.layout.page_bytes
         self.bytes_received += size_bytes
         self._take(transfer)
         self.engine.close_transfer(transfer.transfer_id)
@@ -306,7 +305,7 @@ class DecodeRole:
 
     def _expected(self, transfer: Transfer) -> int:
         sources = transfer.prefiller.source_tp_size  # known for sure only after the welcome, before the first write
-        return expected_writes(len(transfer.handoff.pages), self.layout.num_layers, sources)
+        return expected_writes(len(transfer.handoff.pages), sources, self.layout)
 
     def _take(self, transfer: Transfer) -> None:
         del transfer.prefiller.active[transfer.transfer_id]
@@ -319,10 +318,3 @@ class DecodeRole:
 
     def _error(self, message: str, code: str) -> ErrorInfo:
         return ErrorInfo(status=503, message=message, code=code)
-
-
-def _page_bytes(layout: KVLayout) -> int:
-    """K and V of one page over all layers of this rank."""
-    heads = max(1, layout.num_kv_heads // layout.tp_size)
-    element_bytes = {"float32": 4, "bfloat16": 2}[layout.dtype]
-    return 2 * layout.num_layers * heads * layout.page_size * layout.head_dim * element_bytes

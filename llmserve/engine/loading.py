@@ -106,16 +106,11 @@ def kv_layout(config: WorkerConfig, model: Qwen3MoeConfig, dtype: torch.dtype) -
     )
 
 
-def kv_region_bytes(layout: KVLayout) -> int:
-    elements = layout.num_layers * layout.num_pages * layout.num_kv_heads * layout.page_size * layout.head_dim
-    return 2 * elements * DTYPES[layout.dtype].itemsize
-
-
 def open_transfer_engine(config: WorkerConfig, layout: KVLayout, instance_id: str) -> TransferEngine | None:
     """The memory of a disaggregated worker's KV cache is registered with its transport."""
     if config.role == "unified":
         return None
-    return create_transfer_engine(config.transport, config.host, instance_id, kv_region_bytes(layout))
+    return create_transfer_engine(config.transport, config.host, instance_id, layout.region_bytes)
 
 
 def allocate_kv_cache(layout: KVLayout, device: torch.device, transfer: TransferEngine | None) -> KVCache:

@@ -27,14 +27,14 @@ from llmserve.control.messages import (
     PrefillStarted,
     TransferClosed,
 )
-from llmserve.control.sockets import RouterSocket
+from llmserve.control.sockets import CurveKeys, RouterSocket
 from llmserve.engine.core import EngineCore, error_info
 from llmserve.engine.scheduler import ScheduledSequence, StepPlan
 from llmserve.engine.sequence import Sequence
 from llmserve.errors import LlmserveError
-from llmserve.transfer.engine import TransferEngine, TransferError
+from llmserve.transfer.engine import Peer, TransferEngine, TransferError
 from llmserve.transfer.layout import KVLayout
-from llmserve.transfer.reshard import ReshardError, plan_page_copies
+from llmserve.transfer.reshard import PagePlan, ReshardError, plan_page_copies
 
 logger = logging.getLogger(__name__)
 CONNECT_TIMEOUT_S = 5.0
@@ -45,8 +45,8 @@ class Decoder:
     """A decoder that has shaken hands: how to write into its memory, and when it was last heard."""
 
     instance_id: str
-    peer: Any  # the transport's handle
-    plan: Any  # copies inside one page
+    peer: Peer
+    plan: PagePlan
     last_heard_s: float
 
 
@@ -75,6 +75,7 @@ class PrefillRole:
         instance_id: str,
         fingerprint: str,
         host: str,
+        keys: CurveKeys | None,
         peer_timeout_s: float,
         wake: Callable[[], None],
     ) -> None:
@@ -85,7 +86,7 @@ class PrefillRole:
         self.fingerprint = fingerprint
         self.peer_timeout_s = peer_timeout_s
         self.wake = wake
-        self.socket = RouterSocket(f"tcp://{host}:*", DECODER_TO_PREFILLER)
+        self.socket = RouterSocket(f"tcp://{host}:*", DECODER_TO_PREFILLER, keys)
         self.decoders: dict[bytes, Decoder] = {}
         self.jobs: dict[str, Job] = {}
         self.num_failures = 0
@@ -216,7 +217,7 @@ class PrefillRole:
 
     async def _finish(self, key: str, job: Job) -> None:
         """Keep the source pages until the last write has left."""
-        await asyncio.wrap_future(self.engine.drain(job.decoder.peer, job.command.transfer_id))
+        await asyncio.wrap_future(self.engine.drain())
         self.jobs.pop(key, None)
         self.core.finish_prefill(key)
 

@@ -39,7 +39,7 @@ from llmserve.control.messages import (
     TokenOutput,
     WorkerLoad,
 )
-from llmserve.control.sockets import DealerSocket
+from llmserve.control.sockets import CurveKeys, DealerSocket
 from llmserve.engine.core import EngineCore, error_info
 from llmserve.engine.decode_role import DecodeRole
 from llmserve.engine.loading import LoadedEngine, load_engine
@@ -67,7 +67,8 @@ class Worker:
         self._wake = asyncio.Event()
         self._draining: asyncio.Task[None] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="step")
-        self.router = DealerSocket(config.router_address, ROUTER_TO_WORKER)
+        self.keys = CurveKeys.load(config.curve_dir)
+        self.router = DealerSocket(config.router_address, ROUTER_TO_WORKER, self.keys)
         self.prefill = self._prefill_role() if config.role == "prefill" else None
         self.decode = self._decode_role() if config.role == "decode" else None
 
@@ -80,6 +81,7 @@ class Worker:
             instance_id=self.instance_id,
             fingerprint=self.core.model.fingerprint,
             host=self.config.host,
+            keys=self.keys,
             peer_timeout_s=self.config.peer_timeout_s,
             wake=self._wake.set,
         )
@@ -93,6 +95,7 @@ class Worker:
             self.loaded.transfer,
             self.loaded.layout,
             worker_id=self.config.worker_id,
+            keys=self.keys,
             instance_id=self.instance_id,
             fingerprint=self.core.model.fingerprint,
             peer_timeout_s=self.config.peer_timeout_s,

@@ -61,12 +61,59 @@ SYSTEMS = (
     "Answer briefly.",
     "You are the llmserve demo model.",
 )  # fmt: skip
-NOUNS = (
-    "a ship|the sea|a dog|a horse|a detective|a king|a ghost|the forest|a castle|a letter|a garden|a secret|the moon|"
-    "a murder|a child|an old house|London|a train|a storm|the night|a bird|a dragon|a lion|the jungle|a sword|a princess|"
-    "a doctor|a prisoner|a fire|the river|a Christmas dinner|a school|a mother|money|a dream|a journey|the snow|a door|"
-    "a soldier|a church|a cat|a wedding|a window|a fight|the desert|an island|a monster|a treasure|tea|a lamp|a mountain"
-).split("|")
+NOUNS = [
+    "a ship",
+    "the sea",
+    "a dog",
+    "a horse",
+    "a detective",
+    "a king",
+    "a ghost",
+    "the forest",
+    "a castle",
+    "a letter",
+    "a garden",
+    "a secret",
+    "the moon",
+    "a murder",
+    "a child",
+    "an old house",
+    "London",
+    "a train",
+    "a storm",
+    "the night",
+    "a bird",
+    "a dragon",
+    "a lion",
+    "the jungle",
+    "a sword",
+    "a princess",
+    "a doctor",
+    "a prisoner",
+    "a fire",
+    "the river",
+    "a Christmas dinner",
+    "a school",
+    "a mother",
+    "money",
+    "a dream",
+    "a journey",
+    "the snow",
+    "a door",
+    "a soldier",
+    "a church",
+    "a cat",
+    "a wedding",
+    "a window",
+    "a fight",
+    "the desert",
+    "an island",
+    "a monster",
+    "a treasure",
+    "tea",
+    "a lamp",
+    "a mountain",
+]
 Turn = tuple[str, str, str]  # question, thought, answer
 
 

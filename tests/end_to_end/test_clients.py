@@ -63,7 +63,12 @@ def test_completions_with_logprobs(client: openai.OpenAI) -> None:
 def test_n_with_seed_is_reproducible_and_distinct(client: openai.OpenAI) -> None:
     def texts() -> list[str | None]:
         answer = client.chat.completions.create(
-            model="demo", messages=QUESTION, n=3, seed=11, temperature=1.0, max_tokens=40  # type: ignore[arg-type]
+            model="demo",
+            messages=QUESTION,
+            n=3,
+            seed=11,
+            temperature=1.0,
+            max_tokens=40,  # type: ignore[arg-type]
         )
         return [choice.message.content for choice in sorted(answer.choices, key=lambda choice: choice.index)]
 
@@ -74,7 +79,12 @@ def test_n_with_seed_is_reproducible_and_distinct(client: openai.OpenAI) -> None
 
 def test_chat_logprobs_bytes_join_to_the_content(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(
-        model="demo", messages=QUESTION, max_tokens=24, temperature=0, logprobs=True, top_logprobs=5  # type: ignore[arg-type]
+        model="demo",
+        messages=QUESTION,
+        max_tokens=24,
+        temperature=0,
+        logprobs=True,
+        top_logprobs=5,  # type: ignore[arg-type]
     )
     choice = answer.choices[0]
     assert choice.logprobs is not None and choice.logprobs.content is not None

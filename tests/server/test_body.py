@@ -193,7 +193,8 @@ def test_wrong_messages(message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "prompt", ['""', '[""]', "[]", "[[]]", '["a",""]', "[1,[2]]", '[1,"a"]', "[1.5]", "null", "5", "[null]", "[true]", '{"a":1}']
+    "prompt",
+    ['""', '[""]', "[]", "[[]]", '["a",""]', "[1,[2]]", '[1,"a"]', "[1.5]", "null", "5", "[null]", "[true]", '{"a":1}'],
 )
 def test_wrong_prompts(prompt: str) -> None:
     """B038: an empty prompt in any spelling is refused before it reaches the engine."""

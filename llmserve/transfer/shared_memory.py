@@ -1,0 +1,140 @@
+"""Transport within one host: the sender maps the receiver's memory and writes into it.
+
+The memory is an anonymous file (memfd) that peers open through /proc, so nothing is left behind when a process is
+killed. Behind the registered bytes lies a table of counters, one line per transfer: id, done, failed. A line is written
+by its one sender only. The bytes of a write are in place before its count, on x86 by the processor's store order; on
+other machines by the interpreter's locks between the two statements.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+
+import numpy as np
+import torch
+
+from llmserve.transfer.layout import MemoryDescriptor, PeerIdentity, TransferError, process_is_gone
+from llmserve.transfer.transport import TransferProgress
+
+SLOTS = 4096
+ID, DONE, FAILED = 0, 1, 2
+NAME_BYTES = 64
+
+
+class SharedMemoryTransport:
+    """Memory layout: [size_bytes of data | SLOTS x 3 u64 | name of the instance]."""
+
+    fences_writes = False
+
+    def __init__(self, instance_id: str, size_bytes: int) -> None:
+        self.instance_id = instance_id
+        self.size_bytes = size_bytes
+        self._file, self._path = _create_file(_total_bytes(size_bytes))
+        self._map = mmap.mmap(self._file, _total_bytes(size_bytes))
+        self.memory = torch.frombuffer(self._map, dtype=torch.uint8, count=size_bytes)
+        self._table = _table(self._map, size_bytes)
+        self._map[-NAME_BYTES:] = instance_id.encode().ljust(NAME_BYTES, b"\0")
+
+    def descriptor(self) -> MemoryDescriptor:
+        return MemoryDescriptor(
+            transport="shared_memory",
+            instance_id=self.instance_id,
+            size_bytes=self.size_bytes,
+            params={"path": self._path},
+        )
+
+    def open_transfer(self, transfer_id: int, sender: str) -> bool:
+        line = self._table[transfer_id % SLOTS]
+        if line[ID] != 0:
+            return False
+        line[DONE] = line[FAILED] = 0
+        line[ID] = transfer_id
+        return True
+
+    def progress(self, transfer_id: int) -> TransferProgress:
+        line = self._table[transfer_id % SLOTS]
+        return TransferProgress(int(line[DONE]), int(line[FAILED]))
+
+    def close_transfer(self, transfer_id: int) -> None:
+        line = self._table[transfer_id % SLOTS]
+        if line[ID] == transfer_id:
+            line[ID] = 0
+
+    def sender_gone(self, identity: PeerIdentity) -> bool:
+        return process_is_gone(identity)
+
+    def connect(self, descriptor: MemoryDescriptor, timeout_s: float) -> SharedMemoryConnection:
+        return SharedMemoryConnection(descriptor)
+
+    def close(self) -> None:
+        if not self._path.startswith("/proc/"):
+            os.unlink(self._path)
+        os.close(self._file)  # the mapping itself lives as long as tensors over it
+
+
+class SharedMemoryConnection:
+    """A mapping of the receiver's memory."""
+
+    def __init__(self, descriptor: MemoryDescriptor) -> None:
+        path, total = str(descriptor.params["path"]), _total_bytes(descriptor.size_bytes)
+        try:
+            file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise TransferError(
+                f"the memory of {descriptor.instance_id} cannot be opened at {path}: {error}"
+            ) from error
+        try:
+            if os.fstat(file).st_size != total:
+                raise TransferError(f"{path} has {os.fstat(file).st_size} bytes, the decoder announced {total}")
+            self._map = mmap.mmap(file, total)
+        finally:
+            os.close(file)
+        if self._map[-NAME_BYTES:].rstrip(b"\0") != descriptor.instance_id.encode():
+            raise TransferError(f"{path} is not the memory of {descriptor.instance_id}: it was replaced")
+        self._size = descriptor.size_bytes
+        self._data = np.frombuffer(self._map, dtype=np.uint8, count=self._size)
+        self._table = _table(self._map, self._size)
+
+    def write(self, transfer_id: int, parts: list[tuple[int, memoryview]]) -> None:
+        line = self._table[transfer_id % SLOTS]
+        if line[ID] != transfer_id:
+            raise TransferError(f"transfer {transfer_id} is closed at the receiver")
+        for offset, data in parts:
+            if offset < 0 or offset + len(data) > self._size:
+                raise TransferError(f"bytes {offset} to {offset + len(data)} lie outside the memory of {self._size}")
+            self._data[offset : offset + len(data)] = data
+        line[DONE] += 1
+
+    def count_failure(self, transfer_id: int) -> None:
+        line = self._table[transfer_id % SLOTS]
+        if line[ID] == transfer_id:
+            line[FAILED] += 1
+
+    def close(self) -> None:
+        """The mapping goes with its last user."""
+
+
+def _total_bytes(size_bytes: int) -> int:
+    return _table_offset(size_bytes) + SLOTS * 3 * 8 + NAME_BYTES
+
+
+def _table_offset(size_bytes: int) -> int:
+    return -(-size_bytes // 4096) * 4096
+
+
+def _table(mapping: mmap.mmap, size_bytes: int) -> np.ndarray:
+    flat = np.frombuffer(mapping, dtype=np.uint64, count=SLOTS * 3, offset=_table_offset(size_bytes))
+    return flat.reshape(SLOTS, 3)
+
+
+def _create_file(total_bytes: int) -> tuple[int, str]:
+    """(descriptor, path that peers open). Without memfd: a temporary file, removed at close."""
+    if hasattr(os, "memfd_create") and os.path.isdir("/proc/self/fd"):
+        file = os.memfd_create("llmserve-kv")
+        path = f"/proc/{os.getpid()}/fd/{file}"
+    else:
+        file, path = tempfile.mkstemp(prefix="llmserve-kv-")
+    os.ftruncate(file, total_bytes)
+    return file, path
