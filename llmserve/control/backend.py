@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Protocol
 
 from llmserve.control.messages import GenerateRequest, ModelInfo, TokenOutput, WorkerLoad
@@ -40,7 +40,7 @@ class Backend(Protocol):
         """Start a sequence. Raises OverloadedError when too many are in flight; never blocks."""
         ...
 
-    def workers(self) -> list[WorkerStatus]:
+    def workers(self) -> Sequence[WorkerStatus]:
         """Workers that are registered and alive."""
         ...
 

@@ -7,6 +7,7 @@ import logging
 import sys
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -24,7 +25,7 @@ ERROR_LINES = 15
 class Registry(Protocol):
     """What the supervisor needs of the router."""
 
-    def workers(self) -> list[WorkerStatus]: ...
+    def workers(self) -> Sequence[WorkerStatus]: ...
 
     def worker_lost(self, pid: int) -> None: ...
 

@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import msgspec
 import uvloop
@@ -108,7 +109,7 @@ class Worker:
         """Serve until told to stop. Raises ConfigError when the router refuses this worker."""
         roles = [role.run() for role in (self.prefill, self.decode) if role is not None]
         jobs = [self._receive(), self._heartbeats(), self._steps(), *roles]
-        tasks = [asyncio.create_task(job) for job in jobs]
+        tasks: list[asyncio.Task[Any]] = [asyncio.create_task(job) for job in jobs]
         tasks.append(asyncio.create_task(self.stopping.wait()))
         self._register()
         try:

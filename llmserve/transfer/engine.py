@@ -54,7 +54,7 @@ class TransferEngine:
         self.transport = transport
         self.identity = identity
         self.bytes_sent = 0
-        self._view = memoryview(transport.memory.numpy())
+        self._view = memoryview(transport.memory.numpy().data)
         self._ids = itertools.count(1)
         self._jobs: queue.SimpleQueue[_PageWrites | Future[None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="kv-send", daemon=True)
