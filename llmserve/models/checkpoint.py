@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 import torch
-from llmserve_kernels.linear import LinearWeight, prepare_weight
+from llmserve_kernels.linear import LinearWeight, widen_weight
 from llmserve_kernels.moe import ExpertWeights
 from llmserve_kernels.quantize import FP8_BLOCK, MX_BLOCK
 
@@ -22,23 +22,19 @@ from llmserve.models.qwen3_moe import (
 )
 from llmserve.models.safetensors_folder import SafetensorsFolder
 
-FLOAT64_LIMIT_BYTES = 4 * 2**30  # weights that would need more in float64 are held and summed in float32
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SCALE_SUFFIX = {"mxfp8": "_scale", "fp8-block": "_scale_inv"}
 
 
-def load_model(
-    folder: Path, device: torch.device, dtype: torch.dtype, accumulate: torch.dtype | None = None
-) -> Qwen3MoeForCausalLM:
-    """Read, check and widen all tensors. `dtype`: of activations; `accumulate`: of sums (see llmserve_kernels.linear).
+def load_model(folder: Path, device: torch.device, dtype: torch.dtype) -> Qwen3MoeForCausalLM:
+    """Read, check and widen all tensors. `dtype`: of activations.
 
     Raises CheckpointError that names the tensor and the file. `mtp.*` tensors are left unread: speculation is not
     part of this model yet.
     """
     config = Qwen3MoeConfig.from_folder(folder)
     with SafetensorsFolder(folder) as tensors:
-        loader = _Loader(config, tensors, device, dtype, accumulate or _accumulate_dtype(config))
-        return Qwen3MoeForCausalLM(config, loader.load())
+        return Qwen3MoeForCausalLM(config, _Loader(config, tensors, device, dtype).load())
 
 
 def fingerprint(folder: Path) -> str:
@@ -55,29 +51,16 @@ def fingerprint(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def _accumulate_dtype(config: Qwen3MoeConfig) -> torch.dtype:
-    expert = 3 * config.hidden_size * config.moe_intermediate_size * config.num_experts
-    attention = 2 * config.hidden_size * config.head_dim * (config.num_attention_heads + config.num_key_value_heads)
-    parameters = config.num_hidden_layers * (expert + attention) + 2 * config.vocab_size * config.hidden_size
-    return torch.float64 if 8 * parameters <= FLOAT64_LIMIT_BYTES else torch.float32
-
-
 class _Loader:
     """Knows the names of the tensors and the shapes that the config demands."""
 
     def __init__(
-        self,
-        config: Qwen3MoeConfig,
-        tensors: SafetensorsFolder,
-        device: torch.device,
-        dtype: torch.dtype,
-        accumulate: torch.dtype,
+        self, config: Qwen3MoeConfig, tensors: SafetensorsFolder, device: torch.device, dtype: torch.dtype
     ) -> None:
         self.config = config
         self.tensors = tensors
         self.device = device
         self.dtype = dtype
-        self.accumulate = accumulate
 
     def load(self) -> ModelWeights:
         config = self.config
@@ -88,7 +71,7 @@ class _Loader:
             embedding=embedding.to(self.dtype),
             layers=[self._layer(index) for index in range(config.num_hidden_layers)],
             norm=self._norm("model.norm.weight", config.hidden_size),
-            head=LinearWeight(head.to(self.accumulate)),
+            head=LinearWeight(_transposed(head)),
         )
 
     def _layer(self, index: int) -> LayerWeights:
@@ -102,8 +85,8 @@ class _Loader:
         return LayerWeights(
             input_norm=self._norm(prefix + "input_layernorm.weight", hidden),
             attention=AttentionWeights(
-                qkv=LinearWeight(torch.cat([p.wide for p in projections]), projections[0].format),
-                out=self._linear(attention + "o_proj.weight", hidden, heads * dim),
+                qkv=LinearWeight(_transposed(torch.cat([wide for wide, _ in projections])), projections[0][1]),
+                out=self._transposed_linear(attention + "o_proj.weight", hidden, heads * dim),
                 q_norm=self._norm(attention + "q_norm.weight", dim),
                 k_norm=self._norm(attention + "k_norm.weight", dim),
             ),
@@ -121,20 +104,19 @@ class _Loader:
         else:
             names = [f"{prefix}experts.{expert}." for expert in range(config.num_experts)]
             experts = self._experts(names, config.moe_intermediate_size)
-        return SparseWeights(router.to(torch.float64), experts)
+        return SparseWeights(_transposed(router), experts)
 
     def _experts(self, prefixes: list[str], inner: int) -> ExpertWeights:
         """Experts stored one by one under `gate_proj`, `up_proj`, `down_proj` (the published layout)."""
         hidden, count = self.config.hidden_size, len(prefixes)
-        gate_up = torch.empty(count, 2 * inner, hidden, dtype=self.accumulate, device=self.device)
-        down = torch.empty(count, hidden, inner, dtype=self.accumulate, device=self.device)
+        gate_up = torch.empty(count, hidden, 2 * inner, device=self.device)
+        down = torch.empty(count, inner, hidden, device=self.device)
         format = "none"
         for expert, prefix in enumerate(prefixes):
-            gate = self._linear(prefix + "gate_proj.weight", inner, hidden)
-            gate_up[expert, :inner] = gate.wide
-            gate_up[expert, inner:] = self._linear(prefix + "up_proj.weight", inner, hidden).wide
-            down[expert] = self._linear(prefix + "down_proj.weight", hidden, inner).wide
-            format = gate.format
+            gate, format = self._linear(prefix + "gate_proj.weight", inner, hidden)
+            gate_up[expert, :, :inner] = gate.t()
+            gate_up[expert, :, inner:] = self._linear(prefix + "up_proj.weight", inner, hidden)[0].t()
+            down[expert] = self._linear(prefix + "down_proj.weight", hidden, inner)[0].t()
         return ExpertWeights(LinearWeight(gate_up, format), LinearWeight(down, format))
 
     def _fused_experts(self, prefix: str) -> ExpertWeights:
@@ -143,13 +125,17 @@ class _Loader:
         experts, inner, hidden = config.num_experts, config.moe_intermediate_size, config.hidden_size
         gate_up = self._plain(prefix + "gate_up_proj", (experts, 2 * inner, hidden))
         down = self._plain(prefix + "down_proj", (experts, hidden, inner))
-        return ExpertWeights(LinearWeight(gate_up.to(self.accumulate)), LinearWeight(down.to(self.accumulate)))
+        return ExpertWeights(LinearWeight(_transposed(gate_up)), LinearWeight(_transposed(down)))
 
-    def _linear(self, name: str, rows: int, columns: int) -> LinearWeight:
-        """A projection, quantised if its dtype says so: a checkpoint may leave single layers unquantised."""
+    def _transposed_linear(self, name: str, rows: int, columns: int) -> LinearWeight:
+        wide, format = self._linear(name, rows, columns)
+        return LinearWeight(_transposed(wide), format)
+
+    def _linear(self, name: str, rows: int, columns: int) -> tuple[torch.Tensor, str]:
+        """A projection [rows, columns] widened to float32, and its format: a checkpoint may leave some unquantised."""
         weight = self.tensors.get(name, (rows, columns))
         if weight.dtype in FLOAT_DTYPES:
-            return prepare_weight(weight.to(self.device), None, "none", self.accumulate)
+            return widen_weight(weight.to(self.device), None, "none"), "none"
         format = self.config.quant_format
         if weight.dtype != torch.float8_e4m3fn or format == "none":
             raise CheckpointError(
@@ -157,14 +143,15 @@ class _Loader:
                 f"quantization_config of config.json ({format})"
             )
         scale = self.tensors.get(name + SCALE_SUFFIX[format], self._scale_shape(format, name, rows, columns))
-        return prepare_weight(weight.to(self.device), scale.to(self.device), format, self.accumulate)
+        return widen_weight(weight.to(self.device), scale.to(self.device), format), format
 
     def _scale_shape(self, format: str, name: str, rows: int, columns: int) -> tuple[int, int]:
         if format == "fp8-block":
             return -(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK)
         if columns % MX_BLOCK:
             raise CheckpointError(
-                f"tensor {name} in {self.tensors.where(name)} has {columns} columns; MXFP8 needs a multiple of {MX_BLOCK}"
+                f"tensor {name} in {self.tensors.where(name)} has {columns} columns; "
+                f"MXFP8 needs a multiple of {MX_BLOCK}"
             )
         return rows, columns // MX_BLOCK
 
@@ -180,3 +167,8 @@ class _Loader:
 
     def _norm(self, name: str, size: int) -> torch.Tensor:
         return self._plain(name, (size,)).to(torch.float64)
+
+
+def _transposed(weight: torch.Tensor) -> torch.Tensor:
+    """[..., N, K] -> contiguous float32 [..., K, N]."""
+    return weight.float().transpose(-1, -2).contiguous()

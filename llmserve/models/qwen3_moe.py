@@ -18,15 +18,15 @@ from llmserve.models.config import Qwen3MoeConfig
 
 @dataclass(slots=True)
 class AttentionWeights:
-    qkv: LinearWeight  # [(heads + 2 * kv_heads) * head_dim, hidden]: q, k, v rows
-    out: LinearWeight  # [hidden, heads * head_dim]
+    qkv: LinearWeight  # [hidden, (heads + 2 * kv_heads) * head_dim]: q, k, v columns
+    out: LinearWeight  # [heads * head_dim, hidden]
     q_norm: torch.Tensor
     k_norm: torch.Tensor
 
 
 @dataclass(slots=True)
 class SparseWeights:
-    router: torch.Tensor  # [experts, hidden]
+    router: torch.Tensor  # [hidden, experts]
     experts: ExpertWeights
 
 
@@ -43,7 +43,7 @@ class ModelWeights:
     embedding: torch.Tensor  # [vocab, hidden] in the compute dtype
     layers: list[LayerWeights]
     norm: torch.Tensor
-    head: LinearWeight  # [vocab, hidden]
+    head: LinearWeight  # [hidden, vocab]
 
 
 class Qwen3MoeForCausalLM:

@@ -1,7 +1,7 @@
 """TransferEngine: registered memory, paged one-sided writes, completion counters, cancel - drain - confirm.
 
 The receiver opens a transfer and looks at its counter; no message says that it is complete. The sender posts writes,
-which a thread performs in order. Transfer knows pages and bytes, not requests.
+which a thread of each receiver performs in order. Transfer knows pages and bytes, not requests.
 """
 
 from __future__ import annotations

@@ -87,15 +87,16 @@ def process_is_gone(identity: PeerIdentity) -> bool:
     except ProcessLookupError:
         return True
     except PermissionError:
-        return False
-    state, start_time = _process_state(identity.pid)
-    return state == "Z" or (identity.start_time != 0 and start_time not in (0, identity.start_time))
+        pass  # someone else's process now has this pid, or ours has changed user: the start time tells
+    state, start_time, threads = _process_state(identity.pid)
+    ended = state == "Z" and threads <= 1  # the first thread of a killed process may end before one that writes
+    return ended or (identity.start_time != 0 and start_time not in (0, identity.start_time))
 
 
-def _process_state(pid: int) -> tuple[str, int]:
-    """(state letter, start time) from /proc; ("", 0) where there is none."""
+def _process_state(pid: int) -> tuple[str, int, int]:
+    """(state letter, start time, number of threads) from /proc; ("", 0, 0) where there is none."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     except (OSError, IndexError):
-        return "", 0
-    return fields[0], int(fields[19])
+        return "", 0, 0
+    return fields[0], int(fields[19]), int(fields[17])

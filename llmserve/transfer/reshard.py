@@ -35,6 +35,10 @@ class PagePlan:
     destination: KVLayout
     copies: tuple[PageCopy, ...]
 
+    @property
+    def bytes_per_write(self) -> int:
+        return sum(copy.length for copy in self.copies)
+
 
 def plan_page_copies(source: KVLayout, destination: KVLayout) -> PagePlan:
     """The plan of one pair of ranks, after checking that all source ranks together write every byte exactly once.
@@ -46,6 +50,8 @@ def plan_page_copies(source: KVLayout, destination: KVLayout) -> PagePlan:
             raise ReshardError(
                 f"{name} differs: {getattr(source, name)!r} at the prefiller, {getattr(destination, name)!r} at the decoder"
             )
+    if source.order != "HND":  # the copies below take whole heads: in another order a head is not contiguous
+        raise ReshardError(f"order {source.order!r} cannot be handed over, only 'HND'")
     for side, layout in (("prefiller", source), ("decoder", destination)):
         _check_sharding(side, layout)
     plans = [_plan(replace_rank(source, rank), destination) for rank in range(source.tp_size)]

@@ -1,9 +1,10 @@
 """Transport within one host: the sender maps the receiver's memory and writes into it.
 
 The memory is an anonymous file (memfd) that peers open through /proc, so nothing is left behind when a process is
-killed. Behind the registered bytes lies a table of counters, one line per transfer: id, done, failed. A line is written
-by its one sender only. The bytes of a write are in place before its count, on x86 by the processor's store order; on
-other machines by the interpreter's locks between the two statements.
+killed. Behind the registered bytes lies a table of counters, one line per transfer: its id, then (done, failed) of each
+source rank: the ranks are processes, and an increment is not atomic between processes. The bytes of a write are in place
+before its count, on x86 by the processor's store order; on other machines by the interpreter's locks between the two
+statements.
 """
 
 from __future__ import annotations
@@ -19,13 +20,16 @@ from llmserve.transfer.layout import MemoryDescriptor, PeerIdentity, TransferErr
 from llmserve.transfer.transport import TransferProgress
 
 SLOTS = 4096
-ID, DONE, FAILED = 0, 1, 2
+MAX_WRITERS = 16  # source ranks of one transfer
+ID, DONE, FAILED = 0, 1, 2  # columns; done and failed of rank r are at 2 * r from there
+COLUMNS = 1 + 2 * MAX_WRITERS
 NAME_BYTES = 64
 
 
 class SharedMemoryTransport:
-    """Memory layout: [size_bytes of data | SLOTS x 3 u64 | name of the instance]."""
+    """Memory layout: [size_bytes of data | SLOTS x COLUMNS u64 | name of the instance]."""
 
+    name = "shared_memory"
     fences_writes = False
 
     def __init__(self, instance_id: str, size_bytes: int) -> None:
@@ -49,13 +53,16 @@ class SharedMemoryTransport:
         line = self._table[transfer_id % SLOTS]
         if line[ID] != 0:
             return False
-        line[DONE] = line[FAILED] = 0
+        line[DONE:] = 0
         line[ID] = transfer_id
         return True
 
     def progress(self, transfer_id: int) -> TransferProgress:
         line = self._table[transfer_id % SLOTS]
-        return TransferProgress(int(line[DONE]), int(line[FAILED]))
+        if line[ID] != transfer_id:
+            return TransferProgress(0, 0)
+        counts = line[DONE:].tolist()
+        return TransferProgress(done=sum(counts[0::2]), failed=sum(counts[1::2]))
 
     def close_transfer(self, transfer_id: int) -> None:
         line = self._table[transfer_id % SLOTS]
@@ -97,7 +104,8 @@ class SharedMemoryConnection:
         self._data = np.frombuffer(self._map, dtype=np.uint8, count=self._size)
         self._table = _table(self._map, self._size)
 
-    def write(self, transfer_id: int, parts: list[tuple[int, memoryview]]) -> None:
+    def write(self, transfer_id: int, writer: int, parts: list[tuple[int, memoryview]]) -> None:
+        column = _column(DONE, writer)
         line = self._table[transfer_id % SLOTS]
         if line[ID] != transfer_id:
             raise TransferError(f"transfer {transfer_id} is closed at the receiver")
@@ -105,19 +113,23 @@ class SharedMemoryConnection:
             if offset < 0 or offset + len(data) > self._size:
                 raise TransferError(f"bytes {offset} to {offset + len(data)} lie outside the memory of {self._size}")
             self._data[offset : offset + len(data)] = data
-        line[DONE] += 1
+        line[column] += 1
 
-    def count_failure(self, transfer_id: int) -> None:
+    def count_failure(self, transfer_id: int, writer: int) -> None:
+        column = _column(FAILED, writer % MAX_WRITERS)  # a rank too high is itself a failure to be told
         line = self._table[transfer_id % SLOTS]
         if line[ID] == transfer_id:
-            line[FAILED] += 1
+            line[column] += 1
+
+    def interrupt(self) -> None:
+        """A copy never waits for the receiver."""
 
     def close(self) -> None:
         """The mapping goes with its last user."""
 
 
 def _total_bytes(size_bytes: int) -> int:
-    return _table_offset(size_bytes) + SLOTS * 3 * 8 + NAME_BYTES
+    return _table_offset(size_bytes) + SLOTS * COLUMNS * 8 + NAME_BYTES
 
 
 def _table_offset(size_bytes: int) -> int:
@@ -125,8 +137,14 @@ def _table_offset(size_bytes: int) -> int:
 
 
 def _table(mapping: mmap.mmap, size_bytes: int) -> np.ndarray:
-    flat = np.frombuffer(mapping, dtype=np.uint64, count=SLOTS * 3, offset=_table_offset(size_bytes))
-    return flat.reshape(SLOTS, 3)
+    flat = np.frombuffer(mapping, dtype=np.uint64, count=SLOTS * COLUMNS, offset=_table_offset(size_bytes))
+    return flat.reshape(SLOTS, COLUMNS)
+
+
+def _column(first: int, writer: int) -> int:
+    if not 0 <= writer < MAX_WRITERS:
+        raise TransferError(f"source rank {writer} cannot be counted: at most {MAX_WRITERS} ranks may write")
+    return first + 2 * writer
 
 
 def _create_file(total_bytes: int) -> tuple[int, str]:

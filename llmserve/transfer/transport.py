@@ -19,14 +19,21 @@ class TransferProgress:
 
 
 class Connection(Protocol):
-    """A sender's way into one receiver's memory. Used by one thread."""
+    """A sender's way into one receiver's memory. Used by one thread, except for `interrupt`.
 
-    def write(self, transfer_id: int, parts: list[tuple[int, memoryview]]) -> None:
+    `writer` is the sender's rank: several ranks write to one transfer, each with a counter of its own.
+    """
+
+    def write(self, transfer_id: int, writer: int, parts: list[tuple[int, memoryview]]) -> None:
         """Put each (offset, bytes) in place and count one write. Raises TransferError when that cannot be done."""
         ...
 
-    def count_failure(self, transfer_id: int) -> None:
+    def count_failure(self, transfer_id: int, writer: int) -> None:
         """Tell the receiver that a write will not come. Raises TransferError if even that fails."""
+        ...
+
+    def interrupt(self) -> None:
+        """Make a write that waits for the receiver fail now. Called from any thread."""
         ...
 
     def close(self) -> None: ...
@@ -35,6 +42,7 @@ class Connection(Protocol):
 class Transport(Protocol):
     """One process's end."""
 
+    name: str  # as in MemoryDescriptor.transport
     memory: torch.Tensor  # [size_bytes] uint8
     fences_writes: bool  # True: a closed transfer's late writes are dropped at the receiver, whatever the sender does
 

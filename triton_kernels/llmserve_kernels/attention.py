@@ -42,23 +42,28 @@ def paged_attention(
 def _decode(
     q: torch.Tensor, k_pool: torch.Tensor, v_pool: torch.Tensor, table: torch.Tensor, lengths: list[int], scale: float
 ) -> torch.Tensor:
-    """One query a sequence. q: [S, heads, D]. The batch is padded to its longest context, and masked."""
+    """One query a sequence. q: [S, heads, D]. The batch is padded to its longest context, and masked.
+
+    Works page by page (scores and weighted sums of [S, pages] pages at once), so that pages are copied as they lie.
+    """
     sequences, heads, dim = q.shape
     kv_heads, page = k_pool.shape[1], k_pool.shape[2]
     pages = -(-max(lengths) // page)
     index = table[:, :pages].flatten()
-    width = pages * page
-    keys = _gather(k_pool, index, sequences, pages)  # [S, kv_heads, width, D] float64
-    values = _gather(v_pool, index, sequences, pages)
-    grouped = q.view(sequences, kv_heads, heads // kv_heads, dim).double()
-    scores = torch.matmul(grouped, keys.transpose(-1, -2)) * scale
-    if min(lengths) < width:
-        limits = torch.tensor(lengths, device=q.device)
-        hidden = torch.arange(width, device=q.device) >= limits[:, None]
-        scores.masked_fill_(hidden[:, None, None], -torch.inf)
-        values.masked_fill_(hidden[:, None, :, None], 0.0)  # 0 * NaN of an unused slot would be NaN
-    weights = torch.softmax(scores, -1)
-    return torch.matmul(weights, values).to(q.dtype).view(sequences, heads, dim)
+    keys = k_pool.index_select(0, index).view(sequences, pages, kv_heads, page, dim)
+    values = v_pool.index_select(0, index).view(sequences, pages, kv_heads, page, dim)
+    for s, length in enumerate(lengths):  # 0 * NaN of an unused slot would be NaN
+        if length % page:
+            values[s, length // page, :, length % page :] = 0.0
+        values[s, -(-length // page) :] = 0.0
+    grouped = q.view(sequences, 1, kv_heads, heads // kv_heads, dim).double()
+    scores = torch.matmul(grouped, keys.double().transpose(-1, -2)).mul_(scale)  # [S, pages, kv_heads, group, page]
+    limits = torch.tensor(lengths, device=q.device)
+    hidden = torch.arange(pages * page, device=q.device) >= limits[:, None]
+    scores.masked_fill_(hidden.view(sequences, pages, 1, 1, page), -torch.inf)
+    weights = torch.softmax(scores.permute(0, 2, 3, 1, 4).flatten(3), -1)
+    weights = weights.view(sequences, kv_heads, -1, pages, page).permute(0, 3, 1, 2, 4)
+    return torch.matmul(weights, values.double()).sum(1).to(q.dtype).view(sequences, heads, dim)
 
 
 def _gather(pool: torch.Tensor, index: torch.Tensor, sequences: int, pages: int) -> torch.Tensor:

@@ -1,9 +1,12 @@
 """y = x W^T for weights in bf16/fp32, MXFP8 or block FP8, with activations quantised in the weight's format.
 
 The CPU path emulates the formats exactly: the weight is widened once at load, activations are rounded to the format at
-run time, and products accumulate in float64 (`accumulate`) with one rounding to float32 at the end. Float64 is what
-makes results independent of the batch: float32 sums in another order differ in the last bit, and the next activation
-quantisation would turn that into a visible step.
+run time, products and sums are float32.
+
+Results must not depend on what a row is batched with: the next activation quantisation would turn a difference in the
+last bit into a visible step, and greedy tokens would depend on the batch. BLAS libraries sum over K in one order for all
+sizes but the smallest, for which they have other kernels (matrix-vector, and fewer than 4 rows with MKL). So products of
+fewer than MIN_ROWS rows are padded. tests/kernels/test_linear.py checks this on the machine at hand.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
 from llmserve_kernels.quantize import (
     dequantize_block_fp8_weight,
@@ -19,40 +23,41 @@ from llmserve_kernels.quantize import (
     round_to_mxfp8,
 )
 
-FORMATS = ("none", "mxfp8", "fp8-block")
+MIN_ROWS = 4
 
 
 @dataclass(slots=True)
 class LinearWeight:
-    """A weight ready to multiply. `wide`: [N, K] (or [experts, N, K]) in the dtype that sums are made in."""
+    """A weight ready to multiply. `wide`: [K, N] (or [experts, K, N]) float32: transposed, as BLAS likes it best."""
 
     wide: torch.Tensor
-    format: str = "none"
+    format: str = "none"  # "none" | "mxfp8" | "fp8-block"
 
 
-def prepare_weight(
-    weight: torch.Tensor, scale: torch.Tensor | None, format: str, accumulate: torch.dtype
-) -> LinearWeight:
-    """Widen a stored weight `[N, K]`. `scale`: e8m0 bytes (mxfp8), fp32 blocks (fp8-block), or None."""
-    if format == "mxfp8":
-        assert scale is not None
-        return LinearWeight(dequantize_mxfp8(weight, scale, accumulate), format)
-    if format == "fp8-block":
-        assert scale is not None
-        return LinearWeight(dequantize_block_fp8_weight(weight, scale, accumulate), format)
-    return LinearWeight(weight.to(accumulate))
+def widen_weight(weight: torch.Tensor, scale: torch.Tensor | None, format: str) -> torch.Tensor:
+    """A stored weight `[N, K]` as float32, exactly. `scale`: e8m0 bytes (mxfp8), fp32 blocks (fp8-block), or None."""
+    if format == "none" or scale is None:
+        return weight.float()
+    return dequantize_mxfp8(weight, scale) if format == "mxfp8" else dequantize_block_fp8_weight(weight, scale)
 
 
 def round_activation(x: torch.Tensor, format: str) -> torch.Tensor:
-    """`x` as the format represents it (float32), or unchanged for unquantised weights."""
+    """`x` as the format represents it, float32."""
     if format == "mxfp8":
         return round_to_mxfp8(x)
     if format == "fp8-block":
         return round_to_block_fp8(x)
-    return x
+    return x.float()
+
+
+def multiply(rows: torch.Tensor, wide: torch.Tensor) -> torch.Tensor:
+    """rows: [R, K] float32; wide: [K, N] -> [R, N], each row the same whatever the others are."""
+    count = rows.shape[0]
+    if count >= MIN_ROWS:
+        return rows @ wide
+    return (F.pad(rows, (0, 0, 0, MIN_ROWS - count)) @ wide)[:count]
 
 
 def linear(x: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
-    """x: [..., K] float32 or bfloat16 -> [..., N] in the same dtype."""
-    rounded = round_activation(x, weight.format)
-    return torch.nn.functional.linear(rounded.to(weight.wide.dtype), weight.wide).to(x.dtype)
+    """x: [R, K] float32 or bfloat16 -> [R, N] in the same dtype."""
+    return multiply(round_activation(x, weight.format), weight.wide).to(x.dtype)
