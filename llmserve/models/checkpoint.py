@@ -87,8 +87,7 @@ class _Loader:
             attention=AttentionWeights(
                 qkv=LinearWeight(_transposed(torch.cat([wide for wide, _ in projections])), projections[0][1]),
                 out=self._transposed_linear(attention + "o_proj.weight", hidden, heads * dim),
-                q_norm=self._norm(attention + "q_norm.weight", dim),
-                k_norm=self._norm(attention + "k_norm.weight", dim),
+                qk_norm=self._qk_norm(attention, dim),
             ),
             post_norm=self._norm(prefix + "post_attention_layernorm.weight", hidden),
             mlp=self._mlp(index, prefix + "mlp."),
@@ -166,7 +165,13 @@ class _Loader:
         return tensor.to(self.device)
 
     def _norm(self, name: str, size: int) -> torch.Tensor:
-        return self._plain(name, (size,)).to(torch.float64)
+        return self._plain(name, (size,)).float()
+
+    def _qk_norm(self, prefix: str, dim: int) -> torch.Tensor:
+        """One row per head: query heads, then key heads."""
+        q = self._norm(prefix + "q_norm.weight", dim).expand(self.config.num_attention_heads, dim)
+        k = self._norm(prefix + "k_norm.weight", dim).expand(self.config.num_key_value_heads, dim)
+        return torch.cat((q, k))
 
 
 def _transposed(weight: torch.Tensor) -> torch.Tensor:

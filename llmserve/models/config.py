@@ -99,8 +99,11 @@ _REQUIRED = (
 )
 
 
+OTHER_NAMES = {"num_experts": "num_local_experts"}  # as newer releases of transformers write it
+
+
 def _field(raw: dict[str, Any], name: str, path: Path) -> Any:
-    value = raw.get(name)
+    value = raw.get(name, raw.get(OTHER_NAMES.get(name, name)))
     if not isinstance(value, int | float) or value <= 0:
         raise CheckpointError(f"{path}: {name} must be a positive number, got {value!r}")
     return value

@@ -10,7 +10,7 @@ from llmserve_kernels.attention import paged_attention
 from llmserve_kernels.linear import LinearWeight, linear
 from llmserve_kernels.moe import ExpertWeights, fused_experts, route
 from llmserve_kernels.norm import rms_norm
-from llmserve_kernels.rope import apply_rope, rope_table, write_kv
+from llmserve_kernels.rope import KVSlots, apply_rope, rope_table, write_kv
 
 from llmserve.models.batch import ForwardBatch, KVCache
 from llmserve.models.config import Qwen3MoeConfig
@@ -20,8 +20,7 @@ from llmserve.models.config import Qwen3MoeConfig
 class AttentionWeights:
     qkv: LinearWeight  # [hidden, (heads + 2 * kv_heads) * head_dim]: q, k, v columns
     out: LinearWeight  # [heads * head_dim, hidden]
-    q_norm: torch.Tensor
-    k_norm: torch.Tensor
+    qk_norm: torch.Tensor  # [heads + kv_heads, head_dim]: the norm's weight of each query and key head
 
 
 @dataclass(slots=True)
@@ -66,11 +65,12 @@ class Qwen3MoeForCausalLM:
         """
         config = self.config
         cos, sin = self.cos[batch.positions], self.sin[batch.positions]
+        slots = KVSlots.of(batch.slot_mapping, kv_cache.page_size)
         x = self.weights.embedding[batch.token_ids]
         for index, layer in enumerate(self.weights.layers):
             normed = rms_norm(x, layer.input_norm, config.rms_norm_eps)
             q, k, v = self._qkv(normed, layer.attention, cos, sin)
-            write_kv(k, v, kv_cache.k[index], kv_cache.v[index], batch.slot_mapping)
+            write_kv(k, v, kv_cache.k[index], kv_cache.v[index], slots)
             if on_layer is not None:
                 on_layer(index)
             attended = paged_attention(
@@ -96,9 +96,8 @@ class Qwen3MoeForCausalLM:
         config = self.config
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
         qkv = linear(x, weights.qkv).view(x.shape[0], heads + 2 * kv_heads, config.head_dim)
-        q, k, v = qkv.split([heads, kv_heads, kv_heads], 1)
-        q = apply_rope(rms_norm(q, weights.q_norm, config.rms_norm_eps), cos, sin)
-        k = apply_rope(rms_norm(k, weights.k_norm, config.rms_norm_eps), cos, sin)
+        qk, v = qkv.split([heads + kv_heads, kv_heads], 1)
+        q, k = apply_rope(rms_norm(qk, weights.qk_norm, config.rms_norm_eps), cos, sin).split([heads, kv_heads], 1)
         return q, k, v
 
     def _mlp(self, x: torch.Tensor, weights: SparseWeights | ExpertWeights) -> torch.Tensor:

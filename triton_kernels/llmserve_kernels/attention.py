@@ -25,7 +25,7 @@ def paged_attention(
     Query i of sequence s stands at position seq_lens[s] - (its number of queries) + i and sees all positions up to its
     own. Page slots past a sequence's length are never used, whatever they hold (NaN too). Returns [T, heads, D].
     """
-    out = torch.empty_like(q)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     decodes = [s for s in range(len(seq_lens)) if query_start[s + 1] - query_start[s] == 1]
     if decodes:
         rows = [query_start[s] for s in decodes]
@@ -56,7 +56,7 @@ def _decode(
         if length % page:
             values[s, length // page, :, length % page :] = 0.0
         values[s, -(-length // page) :] = 0.0
-    grouped = q.view(sequences, 1, kv_heads, heads // kv_heads, dim).double()
+    grouped = q.reshape(sequences, 1, kv_heads, heads // kv_heads, dim).double()
     scores = torch.matmul(grouped, keys.double().transpose(-1, -2)).mul_(scale)  # [S, pages, kv_heads, group, page]
     limits = torch.tensor(lengths, device=q.device)
     hidden = torch.arange(pages * page, device=q.device) >= limits[:, None]
@@ -84,7 +84,7 @@ def _prefill(
     pages = -(-length // page)
     keys = _gather(k_pool, table[:pages], 1, pages)[0, :, :length]  # [kv_heads, length, D]
     values = _gather(v_pool, table[:pages], 1, pages)[0, :, :length]
-    grouped = q.view(count, kv_heads, heads // kv_heads, dim).permute(1, 2, 0, 3).double()  # [kv, group, C, D]
+    grouped = q.reshape(count, kv_heads, heads // kv_heads, dim).permute(1, 2, 0, 3).double()  # [kv, group, C, D]
     out = torch.empty(count, kv_heads, heads // kv_heads, dim, dtype=q.dtype, device=q.device)
     first = length - count
     for low in range(0, count, QUERY_TILE):

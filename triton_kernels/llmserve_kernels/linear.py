@@ -5,8 +5,8 @@ run time, products and sums are float32.
 
 Results must not depend on what a row is batched with: the next activation quantisation would turn a difference in the
 last bit into a visible step, and greedy tokens would depend on the batch. BLAS libraries sum over K in one order for all
-sizes but the smallest, for which they have other kernels (matrix-vector, and fewer than 4 rows with MKL). So products of
-fewer than MIN_ROWS rows are padded. tests/kernels/test_linear.py checks this on the machine at hand.
+sizes but the smallest, for which they have other kernels (matrix-vector, and fewer than 4 rows a thread with MKL). So
+products of fewer rows are padded. tests/kernels/test_operators.py checks this on the machine at hand.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from llmserve_kernels.quantize import (
     round_to_mxfp8,
 )
 
-MIN_ROWS = 4
+MIN_ROWS = 4  # a thread
 
 
 @dataclass(slots=True)
@@ -52,10 +52,10 @@ def round_activation(x: torch.Tensor, format: str) -> torch.Tensor:
 
 def multiply(rows: torch.Tensor, wide: torch.Tensor) -> torch.Tensor:
     """rows: [R, K] float32; wide: [K, N] -> [R, N], each row the same whatever the others are."""
-    count = rows.shape[0]
-    if count >= MIN_ROWS:
+    count, needed = rows.shape[0], MIN_ROWS * torch.get_num_threads()
+    if count >= needed:
         return rows @ wide
-    return (F.pad(rows, (0, 0, 0, MIN_ROWS - count)) @ wide)[:count]
+    return (F.pad(rows, (0, 0, 0, needed - count)) @ wide)[:count]
 
 
 def linear(x: torch.Tensor, weight: LinearWeight) -> torch.Tensor:

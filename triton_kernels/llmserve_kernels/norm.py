@@ -6,7 +6,7 @@ import torch
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Over the last dimension. x: [..., D]; weight: [D], float64 on CPU so that the result is rounded once."""
-    wide = x.to(torch.float64)
+    """Over the last dimension, in float32. x: [..., D]; weight: [D], or [heads, D] for a weight of each head."""
+    wide = x.float()
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return (wide * scale * weight).to(x.dtype)

@@ -63,9 +63,10 @@ def round_to_mxfp8(x: torch.Tensor) -> torch.Tensor:
     `dequantize_mxfp8(*quantize_mxfp8(x))` for finite input.
     """
     blocks = x.float().unflatten(-1, (-1, MX_BLOCK))
-    mantissa, exponent = torch.frexp(blocks.abs().amax(-1, keepdim=True))
-    exponent = (exponent + (mantissa > 0.875)).sub_(9).clamp_(-126, 127)
-    scale = torch.exp2(exponent.float())  # exact for whole exponents
+    # On the bits of amax: round the mantissa up to the next exponent if it exceeds 1.75 = 448 / 2**8, keep the exponent
+    # alone, take 8 off. The same rule as mx_scale_bytes in a few cheap operations; scales below 2**-126 are raised to it.
+    bits = blocks.abs().amax(-1, keepdim=True).view(torch.int32)
+    scale = ((bits + 0x1FFFFF) & 0x7F800000).sub_(8 << 23).clamp_(min=1 << 23).view(torch.float32)
     return ((blocks / scale).to(torch.float8_e4m3fn).float() * scale).flatten(-2)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 
@@ -20,16 +22,27 @@ def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.T
     return (x.float() * cos[:, None] + turned.float() * sin[:, None]).to(x.dtype)
 
 
-def write_kv(k: torch.Tensor, v: torch.Tensor, k_pool: torch.Tensor, v_pool: torch.Tensor, slots: torch.Tensor) -> None:
-    """Write new keys and values into the pages of one layer.
+@dataclass(frozen=True, slots=True)
+class KVSlots:
+    """Where the new tokens of a step are written, worked out once for all layers. `kept` is None when all are."""
 
-    k, v: [T, kv_heads, D]; pools: [pages, kv_heads, page, D]; slots: [T] int64, page * page_size + offset. A negative
-    slot writes nothing (padding).
-    """
-    page_size = k_pool.shape[2]
-    if bool((slots < 0).any()):
+    page: torch.Tensor
+    offset: torch.Tensor
+    kept: torch.Tensor | None
+
+    @classmethod
+    def of(cls, slots: torch.Tensor, page_size: int) -> KVSlots:
+        """slots: [T] int64, page * page_size + offset; a negative one (padding) writes nothing."""
         kept = slots >= 0
-        k, v, slots = k[kept], v[kept], slots[kept]
-    page, offset = torch.div(slots, page_size, rounding_mode="floor"), slots % page_size
-    k_pool[page, :, offset] = k.to(k_pool.dtype)
-    v_pool[page, :, offset] = v.to(v_pool.dtype)
+        if bool(kept.all()):
+            return cls(torch.div(slots, page_size, rounding_mode="floor"), slots % page_size, None)
+        slots = slots[kept]
+        return cls(torch.div(slots, page_size, rounding_mode="floor"), slots % page_size, kept)
+
+
+def write_kv(k: torch.Tensor, v: torch.Tensor, k_pool: torch.Tensor, v_pool: torch.Tensor, slots: KVSlots) -> None:
+    """Write new keys and values, [T, kv_heads, D] each, into one layer's pools [pages, kv_heads, page, D]."""
+    if slots.kept is not None:
+        k, v = k[slots.kept], v[slots.kept]
+    k_pool[slots.page, :, slots.offset] = k.to(k_pool.dtype)
+    v_pool[slots.page, :, slots.offset] = v.to(v_pool.dtype)
