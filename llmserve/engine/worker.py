@@ -153,6 +153,7 @@ class Worker:
                     self._abort(message.request_id)
                 case Registered():
                     self.heartbeat_interval_s = message.heartbeat_interval_s
+                    self.router.send(Heartbeat(instance_id=self.instance_id, load=self._load()))
                 case Reregister():
                     self._register()
                 case Refused():

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
+import secrets
+import time
+from collections.abc import Iterable
 from datetime import datetime
 from typing import Any
 
@@ -11,23 +15,31 @@ import jinja2
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from llmserve.errors import InvalidRequestError
-from llmserve.text.tokenizer import Tokenizer
+from llmserve.errors import CheckpointError, InvalidRequestError
+from llmserve.text.messages import Message, normalize_messages
+from llmserve.text.tokenizer import LARGE_TEXT_CHARS, Tokenizer
 
-Message = dict[str, Any]
-# Private-use characters frame a number that stands for a special token's text in what users wrote.
-MARK_OPEN, MARK_CLOSE = "\U000f0b01", "\U000f0b02"
+MAX_PROMPT_CHARS = 32 * 1024 * 1024
+RENDER_TIMEOUT_S = 30.0
+CHARS_PER_ITEM = 50  # rendering a list item or a field takes as long as that many characters
 
 
 class ChatTemplate:
-    """A compiled template together with the tokenizer whose special tokens it writes."""
+    """A compiled template together with the tokenizer whose special tokens it writes.
+
+    Raises CheckpointError for a template that is not valid Jinja.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._special = re.compile("|".join(map(re.escape, tokenizer.added_texts)) or r"(?!)")
+        self._control = _any_of(tokenizer.control_texts)
+        self._added = _any_of(tokenizer.added_texts)
         self._template: jinja2.Template | None = None
         if tokenizer.chat_template is not None:
-            self._template = _environment().from_string(tokenizer.chat_template)
+            try:
+                self._template = _environment().from_string(tokenizer.chat_template)
+            except jinja2.TemplateError as error:
+                raise CheckpointError(f"the checkpoint's chat template is not valid Jinja: {error}") from error
 
     def render(
         self,
@@ -38,113 +50,154 @@ class ChatTemplate:
         continue_final_message: bool = False,
         **options: Any,
     ) -> str:
-        """The prompt as text. Raises InvalidRequestError for anything that goes wrong while rendering."""
+        """The prompt as text. `options` are further variables of the template, such as `enable_thinking`.
+
+        continue_final_message: end inside the last message, so that the model goes on with it.
+        Raises InvalidRequestError for anything that goes wrong while rendering.
+        """
         messages = normalize_messages(messages)
         if self._template is None:
             raise InvalidRequestError("this model has no chat template; use /v1/completions", param="messages")
-        if continue_final_message and (not messages or add_generation_prompt):
+        if continue_final_message and add_generation_prompt:
             raise InvalidRequestError(
-                "continue_final_message needs a last message and add_generation_prompt=false",
-                param="continue_final_message",
+                "continue_final_message needs add_generation_prompt=false", param="continue_final_message"
             )
-        try:
-            text = self._template.render(
-                messages=messages, tools=tools, add_generation_prompt=add_generation_prompt, **options
-            )
-        except Exception as error:  # whatever a template does with this input, the input does not fit it
-            raise InvalidRequestError(f"the chat template refuses these messages: {error}", param="messages") from error
-        return _cut_after_final_message(text, messages) if continue_final_message else text
+        tag = ""
+        if continue_final_message:
+            tag = f"end{secrets.token_hex(8)}"
+            # The blank tells whether the template trims: then the content's own blanks are trimmed as well.
+            messages[-1]["content"] += tag + " "
+        variables = {**self._tokenizer.named_tokens, **options, "messages": messages, "tools": tools}
+        text = _render(self._template, {**variables, "add_generation_prompt": add_generation_prompt})
+        return _cut_at(tag, text) if tag else text
 
-    def tokenize(self, messages: list[Message], *, escape_special_tokens: bool = True, **options: Any) -> list[int]:
-        """The prompt as token ids.
+    def tokenize(
+        self,
+        messages: list[Message],
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        escape_special_tokens: bool = True,
+        **options: Any,
+    ) -> list[int]:
+        """The prompt as token ids; `options` as in `render`.
 
-        With `escape_special_tokens`, special tokens inside messages and tools are encoded as ordinary text, so that a
-        user cannot forge a turn with `<|im_end|>`.
+        With `escape_special_tokens`, special tokens that come from outside are encoded as ordinary text, so that
+        nobody forges a turn with `<|im_end|>`. In tools and their answers, which third parties write, this holds for
+        markup such as `</tool_response>` too. Elsewhere markup passes: templates look for `</think>` in answers.
         """
         if not escape_special_tokens:
-            return self._tokenizer.encode(self.render(messages, **options), allow_special=True)
-        found: list[str] = []
-        messages = self._mark(messages, found)
-        if options.get("tools"):
-            options["tools"] = self._mark(options["tools"], found)
-        text = self.render(messages, **options)
-        if not found:
+            text = self.render(messages, tools=tools, **options)
             return self._tokenizer.encode(text, allow_special=True)
+        escape = _Escape()
+        try:
+            # Only what has its final form can be searched: text parts joined, arguments parsed.
+            messages = [
+                escape.mark(message, self._added if message["role"] == "tool" else self._control)
+                for message in normalize_messages(messages)
+            ]
+            tools = escape.mark(tools, self._added)
+            options = escape.mark(options, self._control)
+        except RecursionError:
+            raise InvalidRequestError("messages or tools are nested too deeply", param="messages") from None
+        text = self.render(messages, tools=tools, **options)
         token_ids: list[int] = []
-        for index, piece in enumerate(re.split(f"{MARK_OPEN}(\\d+){MARK_CLOSE}", text)):
-            if index % 2:
-                token_ids += self._tokenizer.encode(found[int(piece)])
-            elif piece:
-                token_ids += self._tokenizer.encode(piece, allow_special=True)
+        for piece, is_special in escape.pieces(text):
+            token_ids += self._tokenizer.encode(piece, allow_special=is_special)
         return token_ids
 
-    def _mark(self, value: Any, found: list[str]) -> Any:
-        """`value` with every special token's text in its strings replaced by a numbered mark."""
+    async def tokenize_async(self, messages: list[Message], **options: Any) -> list[int]:
+        """`tokenize`; a long conversation is handled in a thread, so that the event loop goes on."""
+        if not _is_large(messages, options):
+            return self.tokenize(messages, **options)
+        return await asyncio.to_thread(self.tokenize, messages, **options)
+
+
+class _Escape:
+    """Replaces special tokens in values by marks before rendering, and finds them again in the rendered text.
+
+    A mark is plain ASCII letters and digits, so that it survives any filter of a template, with a random part, so that
+    nobody can write one.
+    """
+
+    def __init__(self) -> None:
+        self._nonce = secrets.token_hex(8)
+        self._found: list[str] = []
+
+    def mark(self, value: Any, special: re.Pattern[str]) -> Any:
+        """`value` with marks in all of its strings, keys of objects included."""
         if isinstance(value, str):
-            plain = value.replace(MARK_OPEN, "").replace(MARK_CLOSE, "")
-            return self._special.sub(lambda match: self._number(match[0], found), plain)
-        if isinstance(value, list):
-            return [self._mark(item, found) for item in value]
+            return special.sub(self._mark_of, value)
+        if isinstance(value, list | tuple):
+            return [self.mark(item, special) for item in value]
         if isinstance(value, dict):
-            return {self._mark(key, found): self._mark(item, found) for key, item in value.items()}
+            return {self.mark(key, special): self.mark(item, special) for key, item in value.items()}
         return value
 
-    def _number(self, text: str, found: list[str]) -> str:
-        found.append(text)
-        return f"{MARK_OPEN}{len(found) - 1}{MARK_CLOSE}"
+    def pieces(self, text: str) -> Iterable[tuple[str, bool]]:
+        """Rendered text as (piece, whether its special tokens are real); the pieces add up to the prompt."""
+        if not self._found:
+            return [(text, True)]
+        parts = re.split(f"mark{self._nonce}x(\\d+)x", text)
+        return [
+            (self._found[int(part)], False) if index % 2 else (part, True) for index, part in enumerate(parts) if part
+        ]
+
+    def _mark_of(self, match: re.Match[str]) -> str:
+        self._found.append(match[0])
+        return f"mark{self._nonce}x{len(self._found) - 1}x"
 
 
-def normalize_messages(messages: list[Message]) -> list[Message]:
-    """What templates rely on: content is a string, empty tool_calls are absent, arguments are objects."""
-    if not messages:
-        raise InvalidRequestError("messages must hold at least one message", param="messages")
-    return [_normalize(message, index) for index, message in enumerate(messages)]
+def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
+    """Matches any of the texts, the longest first; nothing when there are none."""
+    return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or r"(?!)")
 
 
-def _normalize(message: Message, index: int) -> Message:
-    result = {key: value for key, value in message.items() if value is not None}
-    result["content"] = _text_of(message.get("content"), index)
-    if result.get("role") == "developer":
-        result["role"] = "system"
-    if not result.get("tool_calls"):
-        result.pop("tool_calls", None)
-    else:
-        result["tool_calls"] = [_normalize_call(call) for call in result["tool_calls"]]
-    return result
-
-
-def _normalize_call(call: dict[str, Any]) -> dict[str, Any]:
-    function = call.get("function")
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
-        return call
+def _render(template: jinja2.Template, variables: dict[str, Any]) -> str:
+    deadline = time.monotonic() + RENDER_TIMEOUT_S
+    pieces: list[str] = []
+    size = 0
     try:
-        arguments = json.loads(function["arguments"] or "{}")
-    except ValueError:
-        return call  # not JSON: the template writes the string as it is
-    return {**call, "function": {**function, "arguments": arguments}}
+        for piece in template.generate(variables):
+            pieces.append(piece)
+            size += len(piece)
+            if size > MAX_PROMPT_CHARS or time.monotonic() > deadline:
+                raise InvalidRequestError(
+                    f"the conversation is too long: rendering it gave more than {MAX_PROMPT_CHARS} characters "
+                    f"or took more than {RENDER_TIMEOUT_S:g} s",
+                    param="messages",
+                )
+    except InvalidRequestError:
+        raise
+    except Exception as error:  # whatever a template does with this input, the input does not fit it
+        raise InvalidRequestError(f"the chat template refuses these messages: {error}", param="messages") from error
+    return "".join(pieces)
 
 
-def _text_of(content: Any, index: int) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
-    texts: list[str] = []
-    for part in content if isinstance(content, list) else [content]:
-        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-        if kind != "text" or not isinstance(part.get("text"), str):
-            raise InvalidRequestError(
-                f"messages[{index}].content: parts of type {kind!r} are not supported, only 'text'", param="messages"
-            )
-        texts.append(part["text"])
-    return "".join(texts)
+def _cut_at(tag: str, text: str) -> str:
+    """The text up to the tag at the end of the last message's content."""
+    end = text.rfind(tag)
+    if end < 0:
+        raise InvalidRequestError(
+            "the chat template leaves the last message's content out, so it cannot be continued",
+            param="continue_final_message",
+        )
+    keeps_blanks = text.startswith(" ", end + len(tag))
+    return text[:end] if keeps_blanks else text[:end].rstrip()
 
 
-def _cut_after_final_message(text: str, messages: list[Message]) -> str:
-    """End the prompt right after the last message's content, so that the model goes on with it."""
-    content = messages[-1]["content"].rstrip()
-    end = text.rfind(content)
-    if end < 0 or not content:
-        raise InvalidRequestError("the last message's content cannot be continued", param="continue_final_message")
-    return text[: end + len(content)]
+def _is_large(*values: Any) -> bool:
+    """True when rendering and encoding these values would hold the event loop up."""
+    size, stack = 0, list(values)
+    while stack and size < LARGE_TEXT_CHARS:
+        value = stack.pop()
+        size += CHARS_PER_ITEM
+        if isinstance(value, str):
+            size += len(value)
+        elif isinstance(value, dict):
+            stack.extend(value.values())
+        elif isinstance(value, list | tuple):
+            stack.extend(value)
+    return size >= LARGE_TEXT_CHARS
 
 
 def _environment() -> ImmutableSandboxedEnvironment:

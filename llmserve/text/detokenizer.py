@@ -15,15 +15,24 @@ class IncrementalDetokenizer:
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
-        self._bytes = tokenizer.token_bytes
+        self._token_bytes = tokenizer.token_bytes
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def add(self, token_ids: list[int]) -> str:
-        """Text that is final after these tokens; '' while a character is incomplete. Unknown ids add nothing."""
-        table, skipped = self._bytes, self._skipped
-        data = b"".join(table[i] for i in token_ids if i < len(table) and i not in skipped)
-        return self._decoder.decode(data)
+    def add(self, token_id: int) -> str:
+        """Text that this token makes final; '' while a character is incomplete, and for tokens without text."""
+        if self.skips(token_id):
+            return ""
+        return self._decoder.decode(self._token_bytes(token_id))
+
+    def skips(self, token_id: int) -> bool:
+        """True for tokens that are left out of the text."""
+        return token_id in self._skipped
+
+    @property
+    def mid_character(self) -> bool:
+        """True while bytes of an unfinished character are held."""
+        return bool(self._decoder.getstate()[0])
 
     def finish(self) -> str:
         """What is left at the end: an incomplete character becomes one U+FFFD."""
@@ -31,6 +40,6 @@ class IncrementalDetokenizer:
 
 
 def token_text(tokenizer: Tokenizer, token_id: int) -> tuple[str, bytes]:
-    """A single token for log-probabilities: its text (replaced where it is not a whole character) and its true bytes."""
-    data = tokenizer.token_bytes[token_id] if token_id < len(tokenizer.token_bytes) else b""
+    """A single token for log-probabilities: its text (U+FFFD where it is no whole character) and its true bytes."""
+    data = tokenizer.token_bytes(token_id)
     return data.decode("utf-8", errors="replace"), data

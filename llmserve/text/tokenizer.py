@@ -4,38 +4,57 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer as HFTokenizer
 
-from llmserve.errors import CheckpointError
+from llmserve.errors import CheckpointError, InvalidRequestError
 
-LARGE_TEXT_CHARS = 20_000  # longer texts are encoded in a thread
+LARGE_TEXT_CHARS = 20_000  # texts from here on (some 20 ms) are encoded outside the event loop
 SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 class Tokenizer:
-    """Byte-level BPE, as Qwen's tokenizers are. `default_sampling`: what generation_config.json recommends."""
+    """Byte-level BPE, as Qwen's tokenizers are.
 
-    def __init__(self, backend: HFTokenizer, config: dict[str, Any], generation: dict[str, Any]) -> None:
+    vocab_size: number of tokens, added ones included. byte_table[id]: the bytes of a token (b"" for unused ids).
+    special_ids: control tokens such as <|im_end|>. control_texts: their texts; added_texts: those of all added tokens,
+    thus also of markup such as <think> that models write as part of an answer.
+    named_tokens: "eos_token" and the like, as chat templates may use them.
+    eos_token_ids, default_sampling: what generation_config.json says.
+    """
+
+    def __init__(
+        self,
+        backend: HFTokenizer,
+        *,
+        chat_template: str | None = None,
+        named_tokens: dict[str, str] | None = None,
+        eos_token_ids: Iterable[int] = (),
+        default_sampling: dict[str, Any] | None = None,
+    ) -> None:
         self.backend = backend
-        self.chat_template: str | None = config.get("chat_template")
-        self.eos_token_ids = _eos_token_ids(generation)
-        self.default_sampling = _default_sampling(generation)
+        self.chat_template = chat_template
+        self.named_tokens = named_tokens or {}
+        self.eos_token_ids = list(eos_token_ids)
+        self.default_sampling = default_sampling or {}
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
-        self.added = {token_id: token.content for token_id, token in backend.get_added_tokens_decoder().items()}
-        self.special_ids = {i for i, token in backend.get_added_tokens_decoder().items() if token.special}
-        self.added_texts = sorted(self.added.values(), key=len, reverse=True)
-        self.token_bytes = _byte_table(backend, self.added)
-        # A second backend without added tokens: its encoding of "<|im_end|>" is ordinary text.
-        plain = json.loads(backend.to_str())
-        plain["added_tokens"] = []
-        self._plain = HFTokenizer.from_str(json.dumps(plain))
+        added = backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self.added_texts = frozenset(token.content for token in added.values())
+        self.control_texts = frozenset(token.content for token in added.values() if token.special)
+        self.byte_table = _byte_table(backend, {token_id: token.content for token_id, token in added.items()})
+        self._plain = _without_added_tokens(backend)
 
     @classmethod
     def from_folder(cls, folder: Path) -> Tokenizer:
-        """Read tokenizer.json, tokenizer_config.json, chat_template.jinja and generation_config.json."""
+        """Read tokenizer.json, tokenizer_config.json, chat_template.jinja and generation_config.json.
+
+        Raises CheckpointError naming the file that is missing or wrong.
+        """
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise CheckpointError(f"{path} is missing")
@@ -44,16 +63,27 @@ class Tokenizer:
         except Exception as error:  # the library raises plain Exceptions
             raise CheckpointError(f"{path} cannot be read: {error}") from error
         config = read_json(folder / "tokenizer_config.json")
-        template = folder / "chat_template.jinja"
-        if template.is_file():
-            config["chat_template"] = template.read_text(encoding="utf-8")
-        generation = read_json(folder / "generation_config.json") or read_json(folder / "config.json")
-        return cls(backend, config, generation)
+        return cls(
+            backend,
+            chat_template=_chat_template(folder, config),
+            named_tokens=_named_tokens(config),
+            eos_token_ids=read_eos_token_ids(folder),
+            default_sampling=_default_sampling(read_json(folder / "generation_config.json")),
+        )
 
     def encode(self, text: str, *, allow_special: bool = False) -> list[int]:
-        """Ids of `text`. Unless `allow_special`, control tokens such as <|im_end|> stay ordinary text."""
+        """Ids of `text`. Unless `allow_special`, the texts of added tokens such as <|im_end|> stay ordinary text.
+
+        Raises InvalidRequestError for text that is not Unicode (a lone surrogate).
+        """
         backend = self.backend if allow_special else self._plain
-        return backend.encode(text, add_special_tokens=False).ids
+        try:
+            if len(text) < LARGE_TEXT_CHARS:
+                return backend.encode(text, add_special_tokens=False).ids
+            # `encode` holds the GIL, a batch does not: other threads (the event loop) go on meanwhile.
+            return backend.encode_batch([text], add_special_tokens=False)[0].ids
+        except TypeError as error:
+            raise InvalidRequestError("text must be valid Unicode, without lone surrogates", param="prompt") from error
 
     async def encode_async(self, text: str, *, allow_special: bool = False) -> list[int]:
         """The same; a large text is encoded in a thread, so that the event loop goes on."""
@@ -61,9 +91,18 @@ class Tokenizer:
             return self.encode(text, allow_special=allow_special)
         return await asyncio.to_thread(self.encode, text, allow_special=allow_special)
 
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = False) -> str:
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that a token stands for: b"" for an id that the tokenizer does not know."""
+        return self.byte_table[token_id] if 0 <= token_id < len(self.byte_table) else b""
+
+    def is_special(self, token_id: int) -> bool:
+        """True for control tokens, which `skip_special_tokens` leaves out of texts."""
+        return token_id in self.special_ids
+
+    def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = False) -> str:
+        """Text of all tokens; bytes that are not UTF-8 become U+FFFD."""
         kept = (i for i in token_ids if not (skip_special_tokens and i in self.special_ids))
-        return b"".join(self.token_bytes[i] for i in kept).decode("utf-8", errors="replace")
+        return b"".join(map(self.token_bytes, kept)).decode("utf-8", errors="replace")
 
 
 def read_vocab_size(folder: Path) -> int | None:
@@ -71,16 +110,24 @@ def read_vocab_size(folder: Path) -> int | None:
     path = folder / "tokenizer.json"
     if not path.is_file():
         return None
-    raw = json.loads(path.read_text(encoding="utf-8"))
-    added = [token["id"] for token in raw.get("added_tokens", [])]
-    return max([*raw["model"]["vocab"].values(), *added]) + 1
+    raw = read_json(path)
+    try:
+        added = [token["id"] for token in raw.get("added_tokens", [])]
+        return max([*raw["model"]["vocab"].values(), *added]) + 1
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise CheckpointError(f"{path} has no vocabulary of token ids: {error!r}") from error
 
 
 def read_eos_token_ids(folder: Path) -> list[int]:
     """End-of-sequence ids of generation_config.json, else of config.json."""
-    return _eos_token_ids(read_json(folder / "generation_config.json")) or _eos_token_ids(
-        read_json(folder / "config.json")
-    )
+    for name in ("generation_config.json", "config.json"):
+        value = read_json(folder / name).get("eos_token_id")
+        token_ids = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(isinstance(token_id, int) for token_id in token_ids):
+            raise CheckpointError(f"{folder / name}: eos_token_id must be an id or a list of ids, got {value!r}")
+        if token_ids:
+            return token_ids
+    return []
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -96,17 +143,40 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _eos_token_ids(config: dict[str, Any]) -> list[int]:
-    value = config.get("eos_token_id")
-    if value is None:
-        return []
-    return [int(value)] if isinstance(value, int) else [int(i) for i in value]
+def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
+    """chat_template.jinja, else the one of tokenizer_config.json: a string, or a list of named ones."""
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        template = {entry.get("name"): entry.get("template") for entry in template}.get("default")
+    if template is not None and not isinstance(template, str):
+        raise CheckpointError(f"{folder / 'tokenizer_config.json'}: chat_template must be a string")
+    return template
+
+
+def _named_tokens(config: dict[str, Any]) -> dict[str, str]:
+    """Values are strings, or objects of older checkpoints with the text under "content"."""
+    tokens = {name: config.get(name) for name in NAMED_TOKENS}
+    texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in tokens.items()}
+    return {name: text for name, text in texts.items() if isinstance(text, str)}
 
 
 def _default_sampling(generation: dict[str, Any]) -> dict[str, Any]:
     if generation.get("do_sample") is False:
         return {"temperature": 0.0}
     return {name: generation[name] for name in SAMPLING_DEFAULTS if generation.get(name) is not None}
+
+
+def _without_added_tokens(backend: HFTokenizer) -> HFTokenizer:
+    """The same vocabulary and rules, but no added tokens: to it "<|im_end|>" is ordinary text."""
+    plain = HFTokenizer(backend.model)
+    if backend.normalizer is not None:
+        plain.normalizer = backend.normalizer
+    if backend.pre_tokenizer is not None:
+        plain.pre_tokenizer = backend.pre_tokenizer
+    return plain
 
 
 def _byte_table(backend: HFTokenizer, added: dict[int, str]) -> list[bytes]:
@@ -116,7 +186,7 @@ def _byte_table(backend: HFTokenizer, added: dict[int, str]) -> list[bytes]:
     others = (byte for byte in range(256) if byte not in set(printable))
     byte_of |= {chr(256 + index): byte for index, byte in enumerate(others)}
     vocab = backend.get_vocab(with_added_tokens=False)
-    table = [b""] * (max([*vocab.values(), *added]) + 1)
+    table = [b""] * (max([*vocab.values(), *added], default=-1) + 1)
     for token, token_id in vocab.items():
         table[token_id] = bytes(byte_of[c] for c in token) if all(c in byte_of for c in token) else token.encode()
     for token_id, text in added.items():

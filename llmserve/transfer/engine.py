@@ -7,44 +7,22 @@ which a thread of each receiver performs in order. Transfer knows pages and byte
 from __future__ import annotations
 
 import itertools
-import logging
-import queue
-import threading
 from collections.abc import Callable
-from concurrent.futures import Future
-from dataclasses import dataclass, field
+from concurrent.futures import Future, wait
 
 import torch
 
 from llmserve.transfer.layout import MemoryDescriptor, PeerIdentity, TransferError
 from llmserve.transfer.reshard import PagePlan
+from llmserve.transfer.sender import PageWrites, Peer
 from llmserve.transfer.shared_memory import SharedMemoryTransport
 from llmserve.transfer.tcp import TcpTransport
-from llmserve.transfer.transport import Connection, TransferProgress, Transport
+from llmserve.transfer.transport import NAME_BYTES, TransferProgress, Transport
 
-logger = logging.getLogger(__name__)
 __all__ = ["Peer", "TransferEngine", "TransferError", "create_transfer_engine"]
 OPEN_ATTEMPTS = 8192
-
-
-@dataclass(eq=False, slots=True)
-class Peer:
-    """A receiver that this process may write to."""
-
-    instance_id: str
-    connection: Connection
-    cancelled: set[int] = field(default_factory=set)  # transfers of which nothing more may be written
-
-
-@dataclass(slots=True)
-class _PageWrites:
-    peer: Peer
-    transfer_id: int
-    layer: int
-    source_pages: list[int]
-    destination_pages: list[int]
-    plan: PagePlan
-    ready: Callable[[], None] | None
+CLOSE_TIMEOUT_S = 5.0
+JOIN_TIMEOUT_S = 1.0
 
 
 class TransferEngine:
@@ -53,12 +31,10 @@ class TransferEngine:
     def __init__(self, transport: Transport, identity: PeerIdentity) -> None:
         self.transport = transport
         self.identity = identity
-        self.bytes_sent = 0
-        self._view = memoryview(transport.memory.numpy().data)
+        self._view = transport.memory.numpy().data
         self._ids = itertools.count(1)
-        self._jobs: queue.SimpleQueue[_PageWrites | Future[None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name="kv-send", daemon=True)
-        self._thread.start()
+        self._peers: list[Peer] = []
+        self._bytes_sent_before = 0  # to peers that are disconnected
 
     @property
     def memory(self) -> torch.Tensor:
@@ -94,9 +70,24 @@ class TransferEngine:
 
     # ------------------------------------------------------------------ sender
 
+    @property
+    def bytes_sent(self) -> int:
+        return self._bytes_sent_before + sum(peer.bytes_sent for peer in tuple(self._peers))
+
     def connect(self, descriptor: MemoryDescriptor, timeout_s: float) -> Peer:
         """Raises TransferError when the memory cannot be reached within `timeout_s`."""
-        return Peer(descriptor.instance_id, self.transport.connect(descriptor, timeout_s))
+        if descriptor.transport != self.transport.name:
+            raise TransferError(
+                f"{descriptor.instance_id} offers its memory over {descriptor.transport!r}, this process writes over "
+                f"{self.transport.name!r}: start both with the same transport"
+            )
+        try:
+            connection = self.transport.connect(descriptor, timeout_s)
+        except (KeyError, ValueError) as error:
+            raise TransferError(f"the memory descriptor of {descriptor.instance_id} is malformed: {error!r}") from error
+        peer = Peer(descriptor.instance_id, connection, self._view, descriptor.size_bytes)
+        self._peers.append(peer)
+        return peer
 
     def submit_page_writes(
         self,
@@ -113,71 +104,57 @@ class TransferEngine:
         `ready` is called in the sending thread and returns when the bytes are final: a GPU's event. A write that
         cannot be made is counted as failed at the receiver.
         """
-        self._jobs.put(_PageWrites(peer, transfer_id, layer, source_pages, destination_pages, plan, ready))
+        peer.post(PageWrites(transfer_id, layer, source_pages, destination_pages, plan, ready))
 
     def drain(self) -> Future[None]:
-        """Completes when everything posted so far has left this process."""
-        future: Future[None] = Future()
-        self._jobs.put(future)
-        return future
+        """Completes when everything posted so far, to any peer, has left this process."""
+        return _all_done([peer.drain() for peer in tuple(self._peers)])
 
     def cancel(self, peer: Peer, transfer_id: int) -> Future[None]:
         """Write nothing more of a transfer. Completes when nothing of it is in flight."""
-        peer.cancelled.add(transfer_id)
-        return self.drain()
+        return peer.cancel(transfer_id)
 
     def disconnect(self, peer: Peer) -> None:
-        peer.connection.close()
+        """Give up what is posted to this peer, and end the connection. Does not wait."""
+        peer.close()
+        if peer in self._peers:
+            self._peers.remove(peer)
+            self._bytes_sent_before += peer.bytes_sent
 
     def close(self) -> None:
-        self._jobs.put(None)
-        self._thread.join(5.0)
+        """Write what is posted, for CLOSE_TIMEOUT_S at most, then end all connections and the memory's registration."""
+        peers = tuple(self._peers)
+        wait([peer.drain() for peer in peers], timeout=CLOSE_TIMEOUT_S)
+        for peer in peers:
+            self.disconnect(peer)
+        for peer in peers:
+            peer.join(JOIN_TIMEOUT_S)  # an interpreter that ends under a running thread aborts
         self.transport.close()
 
-    # ------------------------------------------------------------------ the sending thread
 
-    def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            if isinstance(job, Future):
-                job.set_result(None)
-                continue
-            try:
-                self._perform(job)
-            except Exception as error:
-                logger.warning("a write of transfer %d to %s failed: %s", job.transfer_id, job.peer.instance_id, error)
-                self._report_failure(job)
+def _all_done(futures: list[Future[None]]) -> Future[None]:
+    """A future that completes with the last of these."""
+    result: Future[None] = Future()
+    left = itertools.count(len(futures) - 1, -1)  # next() is atomic: the futures complete in several threads
 
-    def _perform(self, job: _PageWrites) -> None:
-        plan, view = job.plan, self._view
-        if not plan.copies:
-            return
-        if job.ready is not None:
-            job.ready()
-        for source_page, destination_page in zip(job.source_pages, job.destination_pages, strict=True):
-            for is_v in (False, True):
-                if job.transfer_id in job.peer.cancelled:
-                    return
-                source = plan.source.page_offset(is_v, job.layer, source_page)
-                destination = plan.destination.page_offset(is_v, job.layer, destination_page)
-                parts = [
-                    (destination + copy.destination, view[source + copy.source : source + copy.source + copy.length])
-                    for copy in plan.copies
-                ]
-                job.peer.connection.write(job.transfer_id, parts)
-                self.bytes_sent += sum(copy.length for copy in plan.copies)
+    def one_done(_: Future[None]) -> None:
+        if next(left) == 0 and result.set_running_or_notify_cancel():
+            result.set_result(None)
 
-    def _report_failure(self, job: _PageWrites) -> None:
-        if job.transfer_id in job.peer.cancelled:
-            return
-        job.peer.cancelled.add(job.transfer_id)  # it can never be complete: the rest would be in vain
-        try:
-            job.peer.connection.count_failure(job.transfer_id)
-        except TransferError:
-            pass  # the connection is gone: its end tells the receiver
+    if not futures:
+        result.set_result(None)
+    for future in futures:
+        future.add_done_callback(one_done)
+    return result
 
 
 def create_transfer_engine(transport: str, host: str, instance_id: str, size_bytes: int) -> TransferEngine:
-    """`transport`: "shared_memory" (one host) or "tcp" (listens on `host`)."""
+    """`transport`: "shared_memory" (one host) or "tcp" (listens on `host`).
+
+    Raises TransferError when the memory or the port cannot be had.
+    """
+    if len(instance_id.encode()) > NAME_BYTES:
+        raise TransferError(f"instance_id {instance_id!r} is longer than {NAME_BYTES} bytes")
     identity = PeerIdentity.of_this_process(instance_id)
     if transport == "tcp":
         return TransferEngine(TcpTransport(instance_id, size_bytes, host), identity)

@@ -47,9 +47,8 @@ def plan_page_copies(source: KVLayout, destination: KVLayout) -> PagePlan:
     """
     for name in MUST_BE_EQUAL:
         if getattr(source, name) != getattr(destination, name):
-            raise ReshardError(
-                f"{name} differs: {getattr(source, name)!r} at the prefiller, {getattr(destination, name)!r} at the decoder"
-            )
+            values = f"{getattr(source, name)!r} at the prefiller, {getattr(destination, name)!r} at the decoder"
+            raise ReshardError(f"{name} differs: {values}")
     if source.order != "HND":  # the copies below take whole heads: in another order a head is not contiguous
         raise ReshardError(f"order {source.order!r} cannot be handed over, only 'HND'")
     for side, layout in (("prefiller", source), ("decoder", destination)):
@@ -116,7 +115,8 @@ def _check_sharding(side: str, layout: KVLayout) -> None:
     small, large = sorted((layout.tp_size, layout.num_kv_heads))
     if layout.tp_size < 1 or large % small:
         raise ReshardError(
-            f"the {side} cannot shard {layout.num_kv_heads} KV heads over {layout.tp_size} ranks: one must divide the other"
+            f"the {side} cannot shard {layout.num_kv_heads} KV heads over {layout.tp_size} ranks: "
+            "one must divide the other"
         )
     if not 0 <= layout.tp_rank < layout.tp_size:
         raise ReshardError(f"the {side}'s tp_rank {layout.tp_rank} is not below its tp_size {layout.tp_size}")

@@ -89,6 +89,10 @@ class Peer:
             self._jobs.put(None)
         self.connection.interrupt()
 
+    def join(self, timeout_s: float) -> None:
+        """After `close`: wait until the thread has ended."""
+        self._thread.join(timeout_s)
+
     # ------------------------------------------------------------------ the thread
 
     def _work(self) -> None:
@@ -124,20 +128,24 @@ class Peer:
         job.check(len(self._memory), self._receiver_bytes)
         if job.ready is not None:
             job.ready()
-        for source_page, destination_page in zip(job.source_pages, job.destination_pages, strict=True):
-            for is_v in (False, True):
+        source_bytes, destination_bytes = plan.source.page_bytes, plan.destination.page_bytes
+        size_bytes = plan.bytes_per_write
+        for is_v in (False, True):
+            source_pool = plan.source.page_offset(is_v, job.layer, 0)
+            destination_pool = plan.destination.page_offset(is_v, job.layer, 0)
+            for source_page, destination_page in zip(job.source_pages, job.destination_pages, strict=True):
                 if job.transfer_id in self._stopped:
                     return
                 if self._closed:
                     raise TransferError(f"the connection to {self.instance_id} was closed")
-                source = plan.source.page_offset(is_v, job.layer, source_page)
-                destination = plan.destination.page_offset(is_v, job.layer, destination_page)
+                source = source_pool + source_page * source_bytes
+                destination = destination_pool + destination_page * destination_bytes
                 parts = [
                     (destination + c.destination, self._memory[source + c.source : source + c.source + c.length])
                     for c in plan.copies
                 ]
                 self.connection.write(job.transfer_id, plan.source.tp_rank, parts)
-                self.bytes_sent += plan.bytes_per_write
+                self.bytes_sent += size_bytes
 
     def _count_failure(self, job: PageWrites) -> None:
         try:

@@ -2,7 +2,7 @@
 
 The memory is an anonymous file (memfd) that peers open through /proc, so nothing is left behind when a process is
 killed. Behind the registered bytes lies a table of counters, one line per transfer: its id, then (done, failed) of each
-source rank: the ranks are processes, and an increment is not atomic between processes. The bytes of a write are in place
+source rank, as ranks are processes and an increment is not atomic between processes. The bytes of a write are in place
 before its count, on x86 by the processor's store order; on other machines by the interpreter's locks between the two
 statements.
 """
@@ -17,13 +17,12 @@ import numpy as np
 import torch
 
 from llmserve.transfer.layout import MemoryDescriptor, PeerIdentity, TransferError, process_is_gone
-from llmserve.transfer.transport import TransferProgress
+from llmserve.transfer.transport import NAME_BYTES, TransferProgress
 
 SLOTS = 4096
 MAX_WRITERS = 16  # source ranks of one transfer
 ID, DONE, FAILED = 0, 1, 2  # columns; done and failed of rank r are at 2 * r from there
 COLUMNS = 1 + 2 * MAX_WRITERS
-NAME_BYTES = 64
 
 
 class SharedMemoryTransport:
@@ -76,9 +75,13 @@ class SharedMemoryTransport:
         return SharedMemoryConnection(descriptor)
 
     def close(self) -> None:
+        """Let no new sender in. The mapping itself lives as long as tensors over it."""
+        if self._file < 0:
+            return  # closed before: the number may be another file's by now
         if not self._path.startswith("/proc/"):
             os.unlink(self._path)
-        os.close(self._file)  # the mapping itself lives as long as tensors over it
+        os.close(self._file)
+        self._file = -1
 
 
 class SharedMemoryConnection:

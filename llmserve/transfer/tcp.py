@@ -1,7 +1,7 @@
 """Transport between hosts: framed writes over TCP, applied by a thread of the receiver.
 
 A frame is a fixed header, a list of (offset, length), and the bytes. The receiver reads a frame completely before it
-touches the memory, and applies it under a lock only if its transfer is open: closing a transfer fences every late write.
+touches the memory, and applies it under a lock only if its transfer is open, so closing a transfer fences late writes.
 """
 
 from __future__ import annotations
@@ -12,26 +12,33 @@ import secrets
 import socket
 import struct
 import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
 
 from llmserve.transfer.layout import MemoryDescriptor, PeerIdentity, TransferError
-from llmserve.transfer.transport import TransferProgress
+from llmserve.transfer.transport import NAME_BYTES, TransferProgress
 
 logger = logging.getLogger(__name__)
 MAGIC = 0x4C4B5631  # "LKV1"
-HELLO = struct.Struct("<I32s64s")  # magic, token, instance id of the sender
+HELLO = struct.Struct(f"<I32s{NAME_BYTES}s")  # magic, token, instance id of the sender
 HEADER = struct.Struct("<IQII")  # magic, transfer id, number of parts (0: a failure), bytes that follow them
 PART = struct.Struct("<QI")  # offset, length
 MAX_PARTS = 4096
 SEND_TIMEOUT_S = 10.0
 HELLO_TIMEOUT_S = 5.0
+FRAME_TIMEOUT_S = 10.0  # silence inside a frame; between frames a connection may rest
+ACCEPT_RETRY_S = 0.1
+JOIN_TIMEOUT_S = 1.0
 
 
 class TcpTransport:
     """Listens on `host`; one thread accepts, one per connection applies writes."""
 
+    name = "tcp"
     fences_writes = True
 
     def __init__(self, instance_id: str, size_bytes: int, host: str) -> None:
@@ -43,10 +50,15 @@ class TcpTransport:
         self._open: dict[int, list[int]] = {}  # transfer id -> [done, failed]
         self._sender_of: dict[int, str] = {}
         self._connected: dict[str, int] = {}  # sender's instance id -> open connections
+        self._connections: dict[socket.socket, threading.Thread] = {}  # with the thread that serves it
         self._closed = False
-        self._listener = socket.create_server((host, 0))
+        try:
+            self._listener = socket.create_server((host, 0), family=_family(host))
+        except OSError as error:
+            raise TransferError(f"host: cannot listen for KV pages on {host!r}: {error}") from error
         self._host, self._port = self._listener.getsockname()[:2]
-        threading.Thread(target=self._accept, name="kv-accept", daemon=True).start()
+        self._acceptor = threading.Thread(target=self._accept, name="kv-accept", daemon=True)
+        self._acceptor.start()
 
     def descriptor(self) -> MemoryDescriptor:
         return MemoryDescriptor(
@@ -83,24 +95,30 @@ class TcpTransport:
         while not self._closed:
             try:
                 connection, _ = self._listener.accept()
-            except OSError:
-                return
+            except OSError as error:  # out of file descriptors, say: others must still get in later
+                if not self._closed:
+                    logger.warning("a sender could not be accepted: %s", error)
+                    time.sleep(ACCEPT_RETRY_S)
+                continue
             threading.Thread(target=self._serve, args=(connection,), name="kv-receive", daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:
         sender = ""
         try:
             with connection:
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                self._register(connection)
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
                 connection.settimeout(HELLO_TIMEOUT_S)
                 sender = self._greet(connection)
-                connection.settimeout(None)
                 self._count_connection(sender, 1)
+                connection.sendall(b"\1")
+                connection.settimeout(FRAME_TIMEOUT_S)
                 while self._apply_frame(connection):
                     pass
         except (OSError, TransferError) as error:
             logger.warning("connection of sender %s ends: %s", sender or "unknown", error)
         finally:
+            self._connections.pop(connection, None)
             if sender:
                 self._count_connection(sender, -1)
                 self._fail_transfers_of(sender)
@@ -109,8 +127,14 @@ class TcpTransport:
         magic, token, sender = HELLO.unpack(_receive(connection, HELLO.size))
         if magic != MAGIC or not hmac.compare_digest(token, self._token.encode()):
             raise TransferError("the sender does not know the token")
-        connection.sendall(b"\1")
         return sender.rstrip(b"\0").decode(errors="replace")
+
+    def _register(self, connection: socket.socket) -> None:
+        """Let `close` end this connection. Raises TransferError when it has already run."""
+        with self._lock:
+            if self._closed:
+                raise TransferError("the receiver is closed")
+            self._connections[connection] = threading.current_thread()
 
     def _apply_frame(self, connection: socket.socket) -> bool:
         """One write; False at the end of the connection."""
@@ -152,8 +176,17 @@ class TcpTransport:
         return TcpConnection(descriptor, self.instance_id, timeout_s)
 
     def close(self) -> None:
-        self._closed = True
+        """Accept and apply nothing more: no write lands in the memory after this."""
+        with self._lock:
+            self._closed = True
+            self._open.clear()
+            self._sender_of.clear()
+            connections = dict(self._connections)
+        for connection in (self._listener, *connections):
+            _shut_down(connection)  # wakes the thread that waits on it; close alone does not
         self._listener.close()
+        for thread in (self._acceptor, *connections.values()):
+            thread.join(JOIN_TIMEOUT_S)
 
 
 class TcpConnection:
@@ -164,22 +197,23 @@ class TcpConnection:
         self._broken = ""
         try:
             self._socket = socket.create_connection((str(params["host"]), int(params["port"])), timeout_s)
-            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._socket.sendall(HELLO.pack(MAGIC, str(params["token"]).encode(), sender.encode()))
-            if self._socket.recv(1) != b"\1":
-                raise TransferError(f"{descriptor.instance_id} refuses the connection: wrong token")
+            with _closed_on_error(self._socket):
+                self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                self._socket.sendall(HELLO.pack(MAGIC, str(params["token"]).encode(), sender.encode()))
+                if self._socket.recv(1) != b"\1":
+                    raise TransferError(f"{descriptor.instance_id} refuses the connection: wrong token")
         except OSError as error:
             raise TransferError(
                 f"{descriptor.instance_id} cannot be reached at {params['host']}:{params['port']}: {error}"
             ) from error
         self._socket.settimeout(SEND_TIMEOUT_S)
 
-    def write(self, transfer_id: int, parts: list[tuple[int, memoryview]]) -> None:
+    def write(self, transfer_id: int, writer: int, parts: list[tuple[int, memoryview]]) -> None:
         head = b"".join(PART.pack(offset, len(data)) for offset, data in parts)
         size = sum(len(data) for _, data in parts)
         self._send(HEADER.pack(MAGIC, transfer_id, len(parts), size) + head, [data for _, data in parts])
 
-    def count_failure(self, transfer_id: int) -> None:
+    def count_failure(self, transfer_id: int, writer: int) -> None:
         self._send(HEADER.pack(MAGIC, transfer_id, 0, 0), [])
 
     def _send(self, head: bytes, payload: list[memoryview]) -> None:
@@ -189,8 +223,11 @@ class TcpConnection:
             self._socket.sendall(b"".join((head, *payload)))
         except OSError as error:
             self._broken = f"the connection is broken: {error}"
-            self.close()  # the receiver sees the end and fails what it waits for
+            self.interrupt()  # the receiver sees the end and fails what it waits for
             raise TransferError(self._broken) from error
+
+    def interrupt(self) -> None:
+        _shut_down(self._socket)
 
     def close(self) -> None:
         self._socket.close()
@@ -202,10 +239,36 @@ def _receive(connection: socket.socket, size: int, *, end_allowed: bool = False)
     view = memoryview(data)
     got = 0
     while got < size:
-        count = connection.recv_into(view[got:])
+        try:
+            count = connection.recv_into(view[got:])
+        except TimeoutError:
+            if end_allowed and got == 0:
+                continue  # at rest between two frames
+            raise
         if count == 0:
             if end_allowed and got == 0:
                 return bytearray()
             raise TransferError("the connection ended inside a frame")
         got += count
     return data
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def _shut_down(connection: socket.socket) -> None:
+    """End both directions; the descriptor stays valid for the thread that uses it."""
+    try:
+        connection.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        pass  # ended already
+
+
+@contextmanager
+def _closed_on_error(connection: socket.socket) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        connection.close()
+        raise

@@ -9,6 +9,8 @@ import torch
 
 from llmserve.transfer.layout import MemoryDescriptor, PeerIdentity
 
+NAME_BYTES = 64  # of an instance id, in the memory and on the wire
+
 
 @dataclass(frozen=True, slots=True)
 class TransferProgress:

@@ -1,4 +1,4 @@
-"""Faults under load: clients that leave, workers that are killed. What survives is right, what fails says so at once."""
+"""Faults under load: clients that leave, workers that are killed. What survives is right, what fails says so soon."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ERROR_DEADLINE_S = 5.0
 class Outcome:
     kind: str  # "complete" | "disconnected" | "failed"
     text: str
-    last_progress_s: float  # when the last data (or the start) was seen
+    last_progress_s: float  # when the last data was seen (or the request was sent)
     ended_s: float
 
 
@@ -94,7 +94,7 @@ async def keep_asking(server: ServerProcess, stop: asyncio.Event) -> float:
 async def test_killed_workers_and_leaving_clients() -> None:
     """200 requests, half of which disconnect, while the prefiller is killed twice and the decoder once."""
     with serve_demo("--prefill", "1", "--decode", "1", "--num-pages", "256") as server:
-        outcomes, expected, slowest_s = await storm(server, random.Random(7))
+        outcomes, expected, kills_s, slowest_s = await storm(server, random.Random(7))
         assert len(outcomes) == NUM_REQUESTS
         for (prompt_index, max_tokens), outcome in outcomes:
             whole = expected[prompt_index, max_tokens]
@@ -102,7 +102,8 @@ async def test_killed_workers_and_leaving_clients() -> None:
             if outcome.kind == "complete":
                 assert outcome.text == whole
             if outcome.kind == "failed":
-                assert outcome.ended_s - outcome.last_progress_s < ERROR_DEADLINE_S
+                fault_s = max(moment for moment in kills_s if moment < outcome.ended_s)
+                assert outcome.ended_s - max(fault_s, outcome.last_progress_s) < ERROR_DEADLINE_S
         kinds = [outcome.kind for _, outcome in outcomes]
         assert kinds.count("complete") >= 40, kinds
         assert kinds.count("disconnected") >= 40, kinds
@@ -116,7 +117,8 @@ async def test_killed_workers_and_leaving_clients() -> None:
 
 async def storm(
     server: ServerProcess, chance: random.Random
-) -> tuple[list[tuple[tuple[int, int], Outcome]], dict[tuple[int, int], str], float]:
+) -> tuple[list[tuple[tuple[int, int], Outcome]], dict[tuple[int, int], str], list[float], float]:
+    """(case and outcome of each request, expected texts, times of the kills, slowest answer meanwhile)."""
     cases = [(index, max_tokens) for index in range(6) for max_tokens in (24, 48)]
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=server.url, timeout=60, limits=limits) as client:
@@ -136,10 +138,11 @@ async def storm(
         stop = asyncio.Event()
         asking = asyncio.create_task(keep_asking(server, stop))
         requests = [asyncio.create_task(one(number)) for number in range(NUM_REQUESTS)]
+        kills_s: list[float] = []
         for share, victim in ((0.15, "prefill-0"), (0.4, "decode-0"), (0.65, "prefill-0")):
             while finished < share * NUM_REQUESTS:
                 await asyncio.sleep(0.05)
-            await kill(server, victim)
+            kills_s.append(await kill(server, victim))
         outcomes = await asyncio.gather(*requests)
         stop.set()
-        return outcomes, expected, await asking
+        return outcomes, expected, kills_s, await asking
