@@ -62,7 +62,6 @@ class Prefiller:
     outbox: list[Message] = field(default_factory=list)  # commands that wait for the welcome
     active: dict[int, Transfer] = field(default_factory=dict)
     closing: dict[int, Transfer] = field(default_factory=dict)
-    dead: bool = False
     receiver: asyncio.Task[None] | None = None
 
 
@@ -96,6 +95,7 @@ class DecodeRole:
         self.recompute = recompute
         self.wake = wake
         self.prefillers: dict[str, Prefiller] = {}  # by instance id
+        self.lost: list[Prefiller] = []  # given up, but their quarantined pages are not yet free
         self.by_request: dict[str, Transfer] = {}
         self.num_transfers = 0
         self.num_failures = 0
@@ -151,9 +151,11 @@ class DecodeRole:
                 now = time.monotonic()
                 for prefiller in list(self.prefillers.values()):
                     self._watch(prefiller, now)
+                for prefiller in list(self.lost):
+                    self._bury(prefiller)
                 await asyncio.sleep(PING_INTERVAL_S)
         finally:
-            for prefiller in self.prefillers.values():
+            for prefiller in [*self.prefillers.values(), *self.lost]:
                 self._disconnect(prefiller)
 
     # ------------------------------------------------------------------ peers
@@ -161,7 +163,7 @@ class DecodeRole:
     def _prefiller(self, info: PrefillerInfo) -> Prefiller:
         """The connection to this instance, opened and greeted if it is new."""
         known = self.prefillers.get(info.instance_id)
-        if known is not None and not known.dead:
+        if known is not None:
             return known
         now = time.monotonic()
         prefiller = Prefiller(info, DealerSocket(info.address, PREFILLER_TO_DECODER, self.keys), now, now)
@@ -230,16 +232,13 @@ class DecodeRole:
         if active is None:
             return
         error = message.error or self._error("the prefiller gave the request up", "prefill_aborted")
-        if error.code == "no_peer":
-            prefiller.welcomed, prefiller.dead = False, True  # it forgot us: greet it again next time
         self._fail(active, drained=True, error=error)
+        if error.code == "no_peer":
+            self._lose(prefiller, "it has forgotten this decoder")
 
     def _watch(self, prefiller: Prefiller, now: float) -> None:
         for transfer in [t for t in prefiller.active.values() if t.deadline_s < now]:
             self._fail(transfer, drained=False, error=self._error("prefill took too long", "prefill_timeout"))
-        if prefiller.dead:
-            self._bury(prefiller)
-            return
         silent_s = now - prefiller.last_heard_s
         if not prefiller.welcomed:
             if now - prefiller.opened_s > HANDSHAKE_TIMEOUT_S:
@@ -250,26 +249,27 @@ class DecodeRole:
             prefiller.socket.send(PeerPing(instance_id=self.instance_id))
 
     def _lose(self, prefiller: Prefiller, reason: str) -> None:
-        """Its transfers fail now; their pages stay in quarantine until it is proven gone."""
+        """Its transfers fail now; their pages stay in quarantine until it confirms, or is proven gone.
+
+        A later request greets the instance anew, if it lives.
+        """
         logger.warning("prefiller %s is lost: %s", prefiller.info.worker_id, reason)
-        prefiller.dead = True
+        del self.prefillers[prefiller.info.instance_id]
+        self.lost.append(prefiller)
         for transfer in list(prefiller.active.values()):
             self._fail(transfer, drained=False, error=self._error(f"prefiller lost: {reason}", "prefiller_lost"))
         self._bury(prefiller)
 
     def _bury(self, prefiller: Prefiller) -> None:
-        """Free the quarantine of a dead prefiller once it provably cannot write any more."""
-        if prefiller.active:
-            return
+        """Free the quarantine of a lost prefiller once it provably cannot write any more."""
         could_write = prefiller.identity is not None and not self.engine.fences_writes and not self._gone(prefiller)
         if prefiller.closing and could_write:
             return  # silent but perhaps alive
-        for transfer in list(prefiller.closing.values()):
+        for transfer in prefiller.closing.values():
             self._release(transfer)
         prefiller.closing.clear()
         self._disconnect(prefiller)
-        if self.prefillers.get(prefiller.info.instance_id) is prefiller:
-            del self.prefillers[prefiller.info.instance_id]
+        self.lost.remove(prefiller)
 
     def _gone(self, prefiller: Prefiller) -> bool:
         return prefiller.identity is not None and self.engine.sender_gone(prefiller.identity)
@@ -299,8 +299,7 @@ class DecodeRole:
             self.engine.close_transfer(transfer.transfer_id)
         else:
             transfer.prefiller.closing[transfer.transfer_id] = transfer
-            if not transfer.prefiller.dead:
-                self._send(transfer.prefiller, CancelTransfer(transfer_id=transfer.transfer_id))
+            self._send(transfer.prefiller, CancelTransfer(transfer_id=transfer.transfer_id))
         self.wake()
 
     def _expected(self, transfer: Transfer) -> int:

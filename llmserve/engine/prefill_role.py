@@ -217,7 +217,7 @@ class PrefillRole:
 
     async def _finish(self, key: str, job: Job) -> None:
         """Keep the source pages until the last write has left."""
-        await asyncio.wrap_future(self.engine.drain())
+        await asyncio.wrap_future(job.decoder.peer.drain())
         self.jobs.pop(key, None)
         self.core.finish_prefill(key)
 

@@ -121,7 +121,7 @@ class Worker:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             self.router.close()
-            self._thread.shutdown(wait=True)
+            await asyncio.to_thread(self._thread.shutdown)  # the step that is running may still read and write pages
             self.loaded.close()
 
     def stop(self) -> None:

@@ -22,7 +22,9 @@ from llmserve.server.responses import AnswerMessage, ChatAnswer, ChatChoice, Cha
 from llmserve.server.schemas import ChatRequest
 from llmserve.server.streaming import EventStream, until_disconnect
 
-RESERVED_TEMPLATE_NAMES = frozenset({"messages", "tools", "add_generation_prompt", "continue_final_message", "self"})
+RESERVED_TEMPLATE_NAMES = frozenset(
+    {"messages", "tools", "add_generation_prompt", "continue_final_message", "escape_special_tokens", "self"}
+)
 
 
 async def chat_completions(request: Request) -> ASGIApp:
@@ -61,7 +63,7 @@ def _template_options(body: ChatRequest) -> dict[str, Any]:
     kwargs = body.chat_template_kwargs or {}
     if reserved := RESERVED_TEMPLATE_NAMES & kwargs.keys():
         raise InvalidRequestError(
-            f"chat_template_kwargs must not hold {', '.join(sorted(reserved))}: use the field of that name",
+            f"chat_template_kwargs must not hold {', '.join(sorted(reserved))}: the server sets it itself",
             param="chat_template_kwargs",
         )
     options: dict[str, Any] = dict(kwargs)

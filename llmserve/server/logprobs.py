@@ -48,15 +48,15 @@ class CompletionLogprobsBuilder:
             self._characters += len(self._decoder.decode(token.bytes))
         return CompletionLogprobs(
             tokens=[token.token for token in tokens],
-            token_logprobs=[_finite(token.logprob) for token in tokens],
+            token_logprobs=[None if token.logprob is None else _finite(token.logprob) for token in tokens],
             top_logprobs=[_top(token, num_top) for token in tokens],
             text_offset=offsets,
         )
 
 
 def _chat_logprob(token: TextLogprob) -> ChatLogprob:
-    top = [TopLogprob(each.token, _finite(each.logprob) or 0.0, list(each.bytes)) for each in token.top]
-    return ChatLogprob(token.token, _finite(token.logprob) or 0.0, list(token.bytes), top)
+    top = [TopLogprob(each.token, _finite(each.logprob), list(each.bytes)) for each in token.top]
+    return ChatLogprob(token.token, _finite(token.logprob), list(token.bytes), top)
 
 
 def _top(token: TextLogprob, num_top: int) -> dict[str, float] | None:
@@ -65,9 +65,9 @@ def _top(token: TextLogprob, num_top: int) -> dict[str, float] | None:
         return None
     top: dict[str, float] = {}
     for each in (*token.top[:num_top], token):
-        top.setdefault(each.token, _finite(each.logprob) or 0.0)
+        top.setdefault(each.token, _finite(each.logprob))
     return top
 
 
-def _finite(logprob: float | None) -> float | None:
-    return logprob if logprob is None or math.isfinite(logprob) else LOWEST
+def _finite(logprob: float | None) -> float:
+    return logprob if logprob is not None and math.isfinite(logprob) else LOWEST

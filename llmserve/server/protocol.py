@@ -89,9 +89,11 @@ class LimitedProtocol(HttpToolsProtocol):
     # ------------------------------------------------------------------ parser
 
     def _feed(self, piece: bytes) -> None:
-        begun = self._messages_begun
+        begun, parser = self._messages_begun, self.parser
+        if parser is None:
+            return  # the connection is lost
         try:
-            self.parser.feed_data(piece)
+            parser.feed_data(piece)
         except httptools.HttpParserUpgrade:
             self._unsupported_upgrade_warning()
             if self.cycle is not None:

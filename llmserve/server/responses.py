@@ -26,7 +26,7 @@ class Handoff(msgspec.Struct):
 
 
 class PromptLogprob(msgspec.Struct):
-    logprob: float | None
+    logprob: float
     decoded_token: str
 
 

@@ -2,63 +2,18 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 
 class StopStrings:
-    """An Aho-Corasick automaton of the stop strings: one step per character, however many strings there are.
-
-    A state stands for the longest suffix of the text that is a prefix of a stop string; state 0 for none.
-    Source: Aho and Corasick, "Efficient string matching", CACM 18(6), 1975.
-    """
+    """The stop strings of a request, prepared once for all of its choices. Raises ValueError for an empty one."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         if "" in stops:
             raise ValueError("a stop string must have at least one character")
-        self.children: list[dict[str, int]] = [{}]
-        self.depth = [0]  # length of the prefix that a state stands for
-        self.fallback = [0]  # state of the longest proper suffix
-        self.match: list[str | None] = [None]  # the longest stop string that ends here
-        for stop in stops:
-            self._insert(stop)
-        self._link()
-
-    def step(self, state: int, character: str) -> int:
-        """The state after one more character."""
-        while state and character not in self.children[state]:
-            state = self.fallback[state]
-        return self.children[state].get(character, 0)
-
-    def after_ignored_match(self, state: int) -> int:
-        """The longest suffix that can still *become* a stop string, when one that is complete does not count."""
-        while state and not self.children[state]:
-            state = self.fallback[state]
-        return state
-
-    def _insert(self, stop: str) -> None:
-        state = 0
-        for character in stop:
-            following = self.children[state].get(character)
-            if following is None:
-                following = self.children[state][character] = len(self.children)
-                self.children.append({})
-                self.depth.append(self.depth[state] + 1)
-                self.fallback.append(0)
-                self.match.append(None)
-            state = following
-        self.match[state] = stop
-
-    def _link(self) -> None:
-        """Fallbacks in order of depth, so that those of shorter prefixes are known."""
-        waiting = deque(self.children[0].values())
-        while waiting:
-            state = waiting.popleft()
-            self.match[state] = self.match[state] or self.match[self.fallback[state]]
-            for character, child in self.children[state].items():
-                self.fallback[child] = self.step(self.fallback[state], character)
-                waiting.append(child)
+        self.tables = [(stop, _borders(stop)) for stop in stops]
+        self.first_characters = frozenset(stop[0] for stop in stops)
 
 
 @dataclass(slots=True)
@@ -78,35 +33,62 @@ class StopMatcher:
     def __init__(self, stops: StopStrings, *, include_match: bool = False) -> None:
         self._stops = stops
         self._include_match = include_match
-        self._state = 0
-        self._held = ""
+        self._sizes = [0] * len(stops.tables)  # how much of each stop string the text so far ends with
+        self._held = ""  # the end of the text that is not sent: as long as the largest of the sizes
 
     def add(self, text: str, *, may_stop: bool = True) -> StopResult:
         """More text of the stream. After a match nothing more may be added.
 
         may_stop: False while it is too early; a stop string that is complete within this text is then ordinary text.
         """
-        stops, state = self._stops, self._state
-        if not state and stops.children[0].keys().isdisjoint(text):
+        if not self._held and self._stops.first_characters.isdisjoint(text):
             return StopResult(text)
         for position, character in enumerate(text):
-            state = stops.step(state, character)
-            matched = stops.match[state]
-            if matched is None:
-                continue
-            if may_stop:
+            matched = self._step(character)
+            if matched is not None and may_stop:
                 return self._ended(self._held + text[: position + 1], matched)
-            state = stops.after_ignored_match(state)
         buffer = self._held + text
-        sent = len(buffer) - stops.depth[state]
-        self._state, self._held = state, buffer[sent:]
+        sent = len(buffer) - max(self._sizes)
+        self._held = buffer[sent:]
         return StopResult(buffer[:sent])
 
     def flush(self) -> str:
         """The stream ended otherwise: release what was held."""
-        held, self._held, self._state = self._held, "", 0
+        held, self._held = self._held, ""
         return held
 
+    def _step(self, character: str) -> str | None:
+        """Read one character; the longest stop string that it completes."""
+        complete = None
+        for number, (stop, borders) in enumerate(self._stops.tables):
+            size = self._sizes[number]
+            while size and stop[size] != character:
+                size = borders[size - 1]
+            if stop[size] == character:
+                size += 1
+            if size == len(stop):
+                size = borders[-1]
+                if complete is None or len(stop) > len(complete):
+                    complete = stop
+            self._sizes[number] = size
+        return complete
+
     def _ended(self, buffer: str, matched: str) -> StopResult:
-        self._held, self._state = "", 0
+        self._held = ""
         return StopResult(buffer if self._include_match else buffer[: -len(matched)], matched)
+
+
+def _borders(stop: str) -> list[int]:
+    """For each prefix, the length of its longest proper suffix that is a prefix too.
+
+    Source: Knuth, Morris and Pratt, "Fast pattern matching in strings", SIAM J. Comput. 6(2), 1977.
+    """
+    borders = [0] * len(stop)
+    size = 0
+    for end in range(1, len(stop)):
+        while size and stop[size] != stop[end]:
+            size = borders[size - 1]
+        if stop[size] == stop[end]:
+            size += 1
+        borders[end] = size
+    return borders

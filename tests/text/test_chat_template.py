@@ -60,7 +60,7 @@ def test_control_tokens_cannot_be_forged(
     tokenizer: Tokenizer, template: ChatTemplate, messages: list[Any], options: dict[str, Any]
 ) -> None:
     """B029: in any field, in two parts, or hidden in the JSON of arguments; the text itself is kept."""
-    harmless = template.tokenize(HARMLESS, **({"tools": [TOOL]} if options else {}))
+    harmless = template.tokenize(HARMLESS, tools=[TOOL] if options else None)
     token_ids = template.tokenize(messages, **options)
     assert control_count(tokenizer, token_ids) == control_count(tokenizer, harmless)
     assert tokenizer.decode(token_ids) == template.render(messages, **options)

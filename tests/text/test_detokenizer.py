@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmserve.text.detokenizer import IncrementalDetokenizer, token_text
@@ -41,6 +41,7 @@ def test_broken_bytes_never_raise(tokenizer: Tokenizer) -> None:
     assert "".join(pieces(tokenizer, [lead, the] * 3)) == "\ufffd the" * 3
 
 
+@settings(deadline=None)  # the machine may be busy
 @given(data=st.data())
 def test_any_tokens_give_what_decoding_the_whole_gives(tokenizer: Tokenizer, data: st.DataObject) -> None:
     """B002."""
@@ -50,6 +51,7 @@ def test_any_tokens_give_what_decoding_the_whole_gives(tokenizer: Tokenizer, dat
         assert "".join(pieces(tokenizer, token_ids, skip=skip)) == expected
 
 
+@settings(deadline=None)  # the machine may be busy
 @given(data=st.binary(max_size=40))
 def test_bytes_become_text_as_python_decodes_them(tokenizer: Tokenizer, data: bytes) -> None:
     """B002: one U+FFFD per maximal ill-formed part."""

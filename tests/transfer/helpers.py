@@ -135,3 +135,11 @@ class BreakingConnection(GatedConnection):
         if self.left == 0:
             raise self.error
         self.inner.write(transfer_id, writer, parts)
+
+
+class SlowToClose(GatedConnection):
+    """Its thread ends a moment after it was told to."""
+
+    def close(self) -> None:
+        time.sleep(0.1)
+        self.inner.close()

@@ -19,6 +19,7 @@ from .helpers import (
     BreakingConnection,
     GatedConnection,
     Pair,
+    SlowToClose,
     eventually,
     make_engine,
     make_pair,
@@ -295,6 +296,7 @@ def test_close_ends_every_thread(transport: str) -> None:
     pair.submit(transfer, 0, [0], [0])
     assert eventually(lambda: pair.done(transfer) == 2)
     assert set(threading.enumerate()) > before
+    pair.peer.connection = SlowToClose(pair.peer.connection)
     pair.sender.close()
     pair.receiver.close()
     assert set(threading.enumerate()) <= before

@@ -25,7 +25,7 @@ from .helpers import RECEIVER, TIMEOUT_S, eventually, make_engine, pools, small_
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["tests.transfer.helpers"])
 START_TIMEOUT_S = 30.0
-ROUNDS = 150
+ROUNDS = 100
 
 
 def prefiller(pipe: Connection, transport: str, layout: KVLayout, target: MemoryDescriptor, decoder: KVLayout) -> None:

@@ -80,6 +80,7 @@ def test_tokens_are_not_shared_between_receivers(receiver: TcpTransport) -> None
     [
         frame(1, [(SIZE_BYTES - 2, 4)], b"abcd"),
         frame(1, [(2**63, 4)], b"abcd"),
+        frame(1, [(0, 4), (SIZE_BYTES - 2, 4)], b"abcdefgh"),  # nor its part that would fit
         frame(1, [(0, 8)], b"abcd"),
         frame(1, [(0, 2), (2, 1)], b"abcd"),
         frame(1, [(0, 4)], b"abcd", magic=7),
@@ -204,6 +205,23 @@ def test_a_closed_receiver_takes_no_more_bytes_and_frees_its_port() -> None:
     assert torch.equal(pair.receiver.memory, before)
     with socket.create_server(("127.0.0.1", port)):
         pass
+
+
+def test_a_frame_in_hand_when_the_receiver_closes_is_dropped(
+    receiver: TcpTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that has read it may be late: it must not write into memory that is given back."""
+    shut_down = tcp._shut_down
+    monkeypatch.setattr(tcp, "_shut_down", lambda end: shut_down(end) if end is receiver._listener else None)
+    monkeypatch.setattr(tcp, "JOIN_TIMEOUT_S", 0.01)
+    receiver.open_transfer(1, SENDER)
+    raw = dial(receiver)
+    assert raw.recv(1) == b"\1"
+    receiver.close()
+    raw.sendall(frame(1, [(0, 4)], b"abcd"))
+    time.sleep(0.05)
+    assert not receiver.memory.any()
+    raw.close()
 
 
 def test_nobody_listening_is_said_with_the_address(receiver: TcpTransport) -> None:
