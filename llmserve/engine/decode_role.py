@@ -136,10 +136,10 @@ class DecodeRole:
         for prefiller in list(self.prefillers.values()):
             for transfer in list(prefiller.active.values()):
                 progress = self.engine.progress(transfer.transfer_id)
-                if progress.failed > 0:
-                    self._fail(transfer, drained=False, error=self._error("a KV page write failed", "transfer_failed"))
-                elif progress.done >= self._expected(transfer):
+                if progress.done >= self._expected(transfer):  # first: a sender may end after its last write
                     self._complete(transfer)
+                elif progress.failed > 0:
+                    self._fail(transfer, drained=False, error=self._error("a KV page write failed", "transfer_failed"))
                 else:
                     pending = True
         return pending

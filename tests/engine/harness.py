@@ -12,7 +12,6 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
-import msgspec
 import torch
 
 from llmserve.config import RouterConfig, WorkerConfig

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from llmserve.config import ServerConfig
 from llmserve.control.messages import GenerateRequest, TokenLogprob, TokenOutput
 from llmserve.text.tokenizer import Tokenizer
 
@@ -357,4 +356,3 @@ def test_served_name_comes_from_the_options() -> None:
         assert [card["id"] for card in site.client.get("/v1/models").json()["data"]] == ["my-model"]
     finally:
         site.close()
-    assert ServerConfig().served_model_name == ""
