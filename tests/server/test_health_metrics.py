@@ -15,10 +15,10 @@ from .site import Site, fails, says
 
 
 def samples(site: Site) -> dict[tuple[str, ...], float]:
-    """All samples by (name, label values…); parsing also proves that the text is valid."""
+    """All samples by (name, label values in alphabetical order); parsing also proves that the text is valid."""
     text = site.client.get("/metrics").text
     return {
-        (sample.name, *sample.labels.values()): sample.value
+        (sample.name, *sorted(sample.labels.values())): sample.value
         for family in text_string_to_metric_families(text)
         for sample in family.samples
     }
@@ -87,15 +87,15 @@ def test_workers_are_shown(lone_site: Site) -> None:
     }  # fmt: skip
     lone_site.backend.worker_list = [worker]
     found = samples(lone_site)
-    assert found["vllm:num_requests_running", "demo", "decode-0"] == 3
-    assert found["vllm:num_requests_waiting", "demo", "decode-0"] == 2
-    assert found["vllm:kv_cache_usage_perc", "demo", "decode-0"] == 0.5
-    assert found["vllm:prefix_cache_queries_total", "demo", "decode-0"] == 100
-    assert found["vllm:prefix_cache_hits_total", "demo", "decode-0"] == 40
-    assert found["llmserve:kv_transfers_total", "demo", "decode-0"] == 7
-    assert found["llmserve:kv_transfer_failures_total", "demo", "decode-0"] == 1
-    assert found["llmserve:kv_transfer_bytes_total", "demo", "decode-0"] == 4096
-    assert found["llmserve:kv_pages_quarantined", "demo", "decode-0"] == 1
+    assert found["vllm:num_requests_running", "decode-0", "demo"] == 3
+    assert found["vllm:num_requests_waiting", "decode-0", "demo"] == 2
+    assert found["vllm:kv_cache_usage_perc", "decode-0", "demo"] == 0.5
+    assert found["vllm:prefix_cache_queries_total", "decode-0", "demo"] == 100
+    assert found["vllm:prefix_cache_hits_total", "decode-0", "demo"] == 40
+    assert found["llmserve:kv_transfers_total", "decode-0", "demo"] == 7
+    assert found["llmserve:kv_transfer_failures_total", "decode-0", "demo"] == 1
+    assert found["llmserve:kv_transfer_bytes_total", "decode-0", "demo"] == 4096
+    assert found["llmserve:kv_pages_quarantined", "decode-0", "demo"] == 1
     assert found["llmserve:workers", "decode"] == 1 and found["llmserve:workers", "prefill"] == 0
     assert not any("not_known" in name for name, *_ in found)
 
@@ -111,6 +111,7 @@ def test_user_text_never_becomes_a_label(lone_site: Site) -> None:
         site.client.get(f"/v1/models/{number}")
 
     poke(0)
+    samples(site)
     before = set(samples(site))
     for number in range(1, 50):
         poke(number)
