@@ -160,8 +160,16 @@ def train(arguments: argparse.Namespace) -> None:
         late = time.monotonic() - started > arguments.max_seconds
         if (step + 1) % arguments.eval_every == 0 or late:
             held = evaluate(model, arrays, device)["total"]["nats_per_token"]
-            row = {"step": step + 1, "tokens": seen, "seconds": time.monotonic() - started, "loss": loss.item(),
-                   "mtp_loss": mtp_loss.item(), "balance": balance.item(), "accuracy": accuracy.item(), "held_out": held}  # fmt: skip
+            row = {
+                "step": step + 1,
+                "tokens": seen,
+                "seconds": time.monotonic() - started,
+                "loss": loss.item(),
+                "mtp_loss": mtp_loss.item(),
+                "balance": balance.item(),
+                "accuracy": accuracy.item(),
+                "held_out": held,
+            }
             log.append(row)
             print({name: round(value, 4) for name, value in row.items()}, flush=True)
             save(model, out)

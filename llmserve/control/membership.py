@@ -49,7 +49,10 @@ class Membership:
         if message.protocol != PROTOCOL_VERSION:
             return f"protocol {message.protocol} of {message.worker_id}, this router speaks {PROTOCOL_VERSION}"
         if self.model is not None and message.model.fingerprint != self.model.fingerprint and self._by_instance:
-            return f"{message.worker_id} serves another checkpoint ({message.model.name}) than the cluster ({self.model.name})"
+            return (
+                f"{message.worker_id} serves another checkpoint ({message.model.name}) than the cluster "
+                f"({self.model.name})"
+            )
         for worker in self.workers():
             if worker.worker_id == message.worker_id and worker.instance_id != message.instance_id:
                 self._lose(worker)

@@ -1,7 +1,7 @@
 """Who gets a request: the cheapest worker, where the cost is work already assigned plus tokens not cached there.
 
-Costs are in tokens. Recent assignments count for a while after they ended (a decaying term), so that paced traffic, which
-never overlaps, is spread as well. A cached prefix lowers the cost by its tokens and never by more, so that a busy worker
+Costs are in tokens. Recent assignments count for a while after they ended (a decaying term), so that paced traffic,
+which never overlaps, is spread as well. A cached prefix lowers the cost by its tokens and never by more: a busy worker
 with the right cache loses against an idle one once its queue is longer than what the cache saves.
 """
 

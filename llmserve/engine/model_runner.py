@@ -37,7 +37,7 @@ class CausalLM(Protocol):
 
 
 class ModelRunner:
-    """Owns the model and the KV pools of one rank. `layer_hook(plan, layer)` runs once a layer's K and V are written."""
+    """Owns the model and KV pools of one rank. `layer_hook(plan, layer)` runs once a layer's K and V are written."""
 
     def __init__(self, model: CausalLM, kv_cache: KVCache, valid_vocab_size: int) -> None:
         self.model = model

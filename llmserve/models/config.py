@@ -78,7 +78,8 @@ class Qwen3MoeConfig:
             )
         if not 0 < self.num_experts_per_tok <= self.num_experts:
             raise CheckpointError(
-                f"{path}: num_experts_per_tok ({self.num_experts_per_tok}) must be 1 to num_experts ({self.num_experts})"
+                f"{path}: num_experts_per_tok ({self.num_experts_per_tok}) must be 1 to num_experts "
+                f"({self.num_experts})"
             )
         for name, wanted in (("hidden_act", "silu"), ("attention_bias", False), ("use_sliding_window", False)):
             if raw.get(name, wanted) != wanted:

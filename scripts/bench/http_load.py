@@ -1,4 +1,4 @@
-"""A light streaming load client for benchmarks: raw asyncio sockets, so that the client costs little of the two cores."""
+"""A light streaming load client for benchmarks: raw asyncio sockets, so that it takes little of the two cores."""
 
 from __future__ import annotations
 

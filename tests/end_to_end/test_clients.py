@@ -112,7 +112,8 @@ const stream = await client.chat.completions.create({
 for await (const chunk of stream) { text += chunk.choices[0]?.delta?.content ?? ""; usage = chunk.usage ?? usage; }
 const many = await client.chat.completions.create({
   model: "demo", messages, max_tokens: 24, n: 3, seed: 5, temperature: 1, logprobs: true, top_logprobs: 2 });
-const whole = await client.completions.create({ model: "demo", prompt: "The old house", max_tokens: 32, temperature: 0 });
+const whole = await client.completions.create({
+  model: "demo", prompt: "The old house", max_tokens: 32, temperature: 0 });
 const stop = whole.choices[0].text.slice(10, 14);
 const cut = await client.completions.create({
   model: "demo", prompt: "The old house", max_tokens: 32, temperature: 0, stop: [stop] });

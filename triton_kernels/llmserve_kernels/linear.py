@@ -4,9 +4,9 @@ The CPU path emulates the formats exactly: the weight is widened once at load, a
 run time, products and sums are float32.
 
 Results must not depend on what a row is batched with: the next activation quantisation would turn a difference in the
-last bit into a visible step, and greedy tokens would depend on the batch. BLAS libraries sum over K in one order for all
-sizes but the smallest, for which they have other kernels (matrix-vector, and fewer than 4 rows a thread with MKL). So
-products of fewer rows are padded. tests/kernels/test_operators.py checks this on the machine at hand.
+last bit into a visible step, and greedy tokens would depend on the batch. BLAS libraries sum over K in one order for
+all sizes but the smallest, for which they have other kernels (matrix-vector, and fewer than 4 rows a thread with MKL).
+So products of fewer rows are padded. tests/kernels/test_operators.py checks this on the machine at hand.
 """
 
 from __future__ import annotations

@@ -36,9 +36,7 @@ def route(x: torch.Tensor, router: torch.Tensor, top_k: int, renormalize: bool) 
     return weights, experts
 
 
-def fused_experts(
-    x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, layer: ExpertWeights
-) -> torch.Tensor:
+def fused_experts(x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, layer: ExpertWeights) -> torch.Tensor:
     """sum_k weights[t, k] * down_e(silu(gate_e(x_t)) * up_e(x_t)), e = experts[t, k].
 
     x: [T, hidden]; weights, experts: [T, k]. The input of an expert and its inner activation are rounded to the

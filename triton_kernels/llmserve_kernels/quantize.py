@@ -64,14 +64,17 @@ def round_to_mxfp8(x: torch.Tensor) -> torch.Tensor:
     """
     blocks = x.float().unflatten(-1, (-1, MX_BLOCK))
     # On the bits of amax: round the mantissa up to the next exponent if it exceeds 1.75 = 448 / 2**8, keep the exponent
-    # alone, take 8 off. The same rule as mx_scale_bytes in a few cheap operations; scales below 2**-126 are raised to it.
+    # alone, take 8 off. The rule of mx_scale_bytes in a few cheap operations; scales below 2**-126 are raised to it.
     bits = blocks.abs().amax(-1, keepdim=True).view(torch.int32)
     scale = ((bits + 0x1FFFFF) & 0x7F800000).sub_(8 << 23).clamp_(min=1 << 23).view(torch.float32)
     return ((blocks / scale).to(torch.float8_e4m3fn).float() * scale).flatten(-2)
 
 
 def quantize_block_fp8_weight(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`[N, K]` -> e4m3 `[N, K]` and fp32 scales `[ceil(N / 128), ceil(K / 128)]`; ragged edges are blocks of their own."""
+    """`[N, K]` -> e4m3 `[N, K]` and fp32 scales `[ceil(N / 128), ceil(K / 128)]`.
+
+    Ragged edges are blocks of their own.
+    """
     rows, columns = weight.shape
     padded = F.pad(weight.float(), (0, -columns % FP8_BLOCK, 0, -rows % FP8_BLOCK))
     tiles = padded.unflatten(1, (-1, FP8_BLOCK)).unflatten(0, (-1, FP8_BLOCK))  # [n, 128, k, 128]
