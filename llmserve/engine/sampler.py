@@ -1,7 +1,7 @@
 """From logits to tokens: penalties, temperature, top-k, top-p, min-p, and a draw that depends on nothing but its row.
 
-The random number of a row is a function of (stream seed, position): batching, preemption, retry and hand-off do not
-change a seeded sequence. Greedy rows are never divided by a temperature.
+The random number of a row is a function of (stream seed, position), and equal values are ordered by token id: batching,
+preemption, retry and hand-off do not change a seeded sequence. Greedy rows are never divided by a temperature.
 """
 
 from __future__ import annotations
@@ -9,14 +9,19 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from llmserve.control.messages import TokenLogprob
+from llmserve.engine.penalties import TokenHistory, adjust_logits, changes_logits
 from llmserve.sampling_params import SamplingParams
 
 GREEDY_BELOW = 1e-5  # temperatures below are greedy
 LOGPROB_FLOOR = -9999.0  # what JSON says instead of -inf
-NAN_MESSAGE = "the model produced NaN logits for this sequence"
+NAN_MESSAGE = "the model produced NaN logits (or infinite ones) for this sequence"
+BANNED_MESSAGE = "no token can be drawn: min_tokens bans every token of the vocabulary (see stop_token_ids)"
+
+Entries = tuple[np.ndarray, np.ndarray]  # token ids and their values, largest value first
 
 
 @dataclass(slots=True)
@@ -28,24 +33,21 @@ class SamplingRow:
     output_token_ids: list[int]
     eos_token_ids: list[int]
     stream_seed: int
+    history: TokenHistory = field(init=False)
+    is_greedy: bool = field(init=False)
+    changes_logits: bool = field(init=False)
     is_plain: bool = field(init=False)  # greedy, and nothing changes or reports its logits
 
     def __post_init__(self) -> None:
-        params = self.params
-        self.is_plain = (
-            params.temperature < GREEDY_BELOW
-            and params.logprobs is None
-            and not params.logit_bias
-            and params.min_tokens == 0
-            and params.repetition_penalty == 1.0
-            and params.presence_penalty == 0.0
-            and params.frequency_penalty == 0.0
-        )
+        self.history = TokenHistory(self.prompt_token_ids, self.output_token_ids)
+        self.is_greedy = self.params.temperature < GREEDY_BELOW
+        self.changes_logits = changes_logits(self.params)
+        self.is_plain = self.is_greedy and not self.changes_logits and self.params.logprobs is None
 
 
 @dataclass(slots=True)
 class SampledToken:
-    """The token of one row, or the reason why that row, and only that row, failed."""
+    """The token of one row, or the reason why that row, and only that row, failed (then `token_id` is -1)."""
 
     token_id: int
     logprob: TokenLogprob | None = None
@@ -59,71 +61,60 @@ class Sampler:
         self.valid_vocab_size = valid_vocab_size
 
     def sample(self, logits: torch.Tensor, rows: list[SamplingRow]) -> list[SampledToken]:
-        """logits: [S, vocab] float32, one row per SamplingRow."""
+        """One token per row. logits: [S, vocab] float32, left unchanged. Raises ValueError when the counts differ."""
+        if logits.shape[0] != len(rows):
+            raise ValueError(f"sample got logits of {logits.shape[0]} sequences for {len(rows)} rows")
         logits = logits[:, : self.valid_vocab_size]
-        best = logits.argmax(-1)  # the lowest id wins a tie; a NaN wins over everything
-        broken = logits.gather(1, best[:, None])[:, 0].isnan().tolist()
-        greedy = best.tolist()
-        return [
-            SampledToken(-1, error=NAN_MESSAGE)
-            if broken[index]
-            else SampledToken(greedy[index])
-            if row.is_plain
-            else self._sample_row(logits[index], row)
-            for index, row in enumerate(rows)
-        ]
-
-    def _sample_row(self, raw: torch.Tensor, row: SamplingRow) -> SampledToken:
-        logits = adjust_logits(raw, row)
-        if row.params.temperature < GREEDY_BELOW:
-            token_id = int(logits.argmax())
-        else:
-            token_id = draw(probabilities(logits, row.params), uniform(row.stream_seed, len(row.output_token_ids)))
-        logprob = None
-        if row.params.logprobs is not None:
-            (logprob,) = token_logprobs(raw[None], [token_id], row.params.logprobs)
-        return SampledToken(token_id, logprob)
+        best, peaks = _best(logits)
+        results = _results(best, peaks, NAN_MESSAGE)
+        special = [i for i, row in enumerate(rows) if not row.is_plain and results[i].error is None]
+        if changed := [i for i in special if rows[i].changes_logits or not rows[i].is_greedy]:
+            for i, result in zip(
+                changed, _sample_changed(_take(logits, changed), [rows[i] for i in changed]), strict=True
+            ):
+                results[i] = result
+        _add_logprobs(logits, rows, results, [i for i in special if results[i].error is None])
+        return results
 
 
-def adjust_logits(raw: torch.Tensor, row: SamplingRow) -> torch.Tensor:
-    """Bias, then the ban of end tokens before min_tokens, then penalties. raw: [vocab]; returns a new tensor.
-
-    repetition_penalty (Keskar et al., 2019) counts prompt and output; presence and frequency, as OpenAI defines them,
-    count the output alone.
-    """
-    params, logits = row.params, raw.clone()
-    if params.logit_bias:
-        ids = torch.tensor(list(params.logit_bias), device=raw.device)
-        logits[ids] += torch.tensor(list(params.logit_bias.values()), dtype=logits.dtype, device=raw.device)
-    if len(row.output_token_ids) < params.min_tokens:
-        ends = [*params.stop_token_ids, *([] if params.ignore_eos else row.eos_token_ids)]
-        logits[ends] = -torch.inf
-    if params.repetition_penalty != 1.0:
-        seen = torch.tensor(sorted({*row.prompt_token_ids, *row.output_token_ids}), device=raw.device)
-        chosen = logits[seen]
-        logits[seen] = torch.where(chosen > 0, chosen / params.repetition_penalty, chosen * params.repetition_penalty)
-    if (params.presence_penalty or params.frequency_penalty) and row.output_token_ids:
-        output = torch.tensor(row.output_token_ids, device=raw.device)
-        ids, counts = output.unique(return_counts=True)
-        logits[ids] -= params.presence_penalty + params.frequency_penalty * counts.to(logits.dtype)
-    return logits
+def _sample_changed(logits: torch.Tensor, rows: list[SamplingRow]) -> list[SampledToken]:
+    """Rows that are drawn at random, or greedy after penalties. logits: [S, vocab], overwritten."""
+    for index, row in enumerate(rows):
+        if row.changes_logits:
+            adjust_logits(logits[index], row.params, row.history, row.eos_token_ids)
+    best, peaks = _best(logits)
+    results = _results(best, peaks, BANNED_MESSAGE)
+    random = [i for i, row in enumerate(rows) if not row.is_greedy and results[i].error is None]
+    if random:
+        temperatures = logits.new_tensor([rows[i].params.temperature for i in random])
+        # Relative to the peak first: a small temperature can then overflow downwards only.
+        scaled = _take(logits, random).sub_(_take(peaks, random)[:, None]).div_(temperatures[:, None])
+        for i, token_id in zip(random, _draw(torch.softmax(scaled, -1), [rows[i] for i in random]), strict=True):
+            results[i] = SampledToken(token_id)
+    return results
 
 
-def probabilities(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """[vocab] float64 after temperature, top-k, top-p and min-p, in that order; sums to one."""
-    scaled = logits.double() / params.temperature
-    if 0 < params.top_k < scaled.shape[-1]:
-        kept = scaled.topk(params.top_k).indices
-        scaled = torch.full_like(scaled, -torch.inf).scatter(0, kept, scaled[kept])
-    chances = torch.softmax(scaled, -1)
-    if params.top_p < 1.0:
-        ordered, order = chances.sort(descending=True, stable=True)
-        before = ordered.cumsum(-1) - ordered  # mass of the more likely tokens: the first one always stays
-        chances = chances.clone()
-        chances[order[before >= params.top_p]] = 0.0
-    if params.min_p > 0.0:
-        chances = torch.where(chances < params.min_p * chances.max(), 0.0, chances)
-    return chances / chances.sum()
+def _best(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Id and value of the largest logit of each row, both [S]. The lowest id wins a tie; a NaN wins over everything."""
+    on_cpu = logits.device.type == "cpu"  # where numpy's argmax is vectorised and torch's is not
+    best = torch.from_numpy(logits.detach().numpy().argmax(-1)) if on_cpu else logits.argmax(-1)
+    return best, logits.gather(1, best[:, None])[:, 0]
+
+
+def _results(best: torch.Tensor, peaks: torch.Tensor, error: str) -> list[SampledToken]:
+    """Greedy tokens; a row whose largest logit is NaN or infinite fails with `error`."""
+    return [
+        SampledToken(token_id) if usable else SampledToken(-1, error=error)
+        for token_id, usable in zip(best.tolist(), peaks.isfinite().tolist(), strict=True)
+    ]
+
+
+def _take(values: torch.Tensor, rows: list[int]) -> torch.Tensor:
+    """A copy of some rows; several times faster on a CPU than `values[rows]`."""
+    return values.index_select(0, torch.tensor(rows, dtype=torch.int64, device=values.device))
+
+
+# ---------------------------------------------------------------- the draw
 
 
 def uniform(stream_seed: int, position: int) -> float:
@@ -132,23 +123,114 @@ def uniform(stream_seed: int, position: int) -> float:
     return (int.from_bytes(digest, "little") >> 11) / 2**53
 
 
-def draw(chances: torch.Tensor, number: float) -> int:
-    """Inverse of the cumulative distribution. chances: [vocab] float64."""
-    cumulative = chances.cumsum(-1)
-    index = int(torch.searchsorted(cumulative, number * float(cumulative[-1]), right=True))
-    if index >= chances.shape[-1] or chances[index] == 0.0:  # rounding at the very end of the range
-        index = int(chances.nonzero()[-1])
-    return index
+def _draw(chances: torch.Tensor, rows: list[SamplingRow]) -> list[int]:
+    """One token per row by inversion of the cumulative distribution, in float64. chances: [S, vocab], after softmax."""
+    numbers = [uniform(row.stream_seed, len(row.output_token_ids)) for row in rows]
+    tokens = [0] * len(rows)
+    limited = [i for i, row in enumerate(rows) if _is_limited(row.params)]
+    unlimited = [i for i, row in enumerate(rows) if not _is_limited(row.params)]
+    if unlimited:
+        cumulative = _take(chances, unlimited).double().cumsum_(-1)
+        totals = cumulative[:, -1:]
+        targets = totals * totals.new_tensor([numbers[i] for i in unlimited])[:, None]
+        # Strictly below the total, so that rounding never reaches a token of probability zero.
+        targets = torch.minimum(targets, torch.nextafter(totals, torch.zeros_like(totals)))
+        for i, token_id in zip(unlimited, torch.searchsorted(cumulative, targets, right=True).tolist(), strict=True):
+            tokens[i] = token_id[0]
+    if limited:
+        params = [rows[i].params for i in limited]
+        chances = _take(chances, limited)
+        entries = _entries_from(chances, _floors(chances, params))
+        for i, one, (ids, values) in zip(limited, params, entries, strict=True):
+            weights = limit(values.astype(np.float64), one)
+            cumulative = weights.cumsum()
+            target = min(numbers[i] * cumulative[-1], np.nextafter(cumulative[-1], 0.0))
+            tokens[i] = int(ids[np.searchsorted(cumulative, target, side="right")])
+    return tokens
+
+
+def _is_limited(params: SamplingParams) -> bool:
+    return params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
+
+
+def limit(weights: np.ndarray, params: SamplingParams) -> np.ndarray:
+    """The weights that top-k, top-p and min-p leave, in that order. weights: [n] float64, largest first.
+
+    top-p is a share of what top-k left. Without top_k the weights are probabilities, of which the caller may have left
+    out small ones; with top_k they hold at least the `top_k` largest.
+    """
+    mass = 1.0
+    if params.top_k > 0:
+        weights = weights[: params.top_k]
+        mass = weights.sum()
+    if params.top_p < 1.0:
+        before = weights.cumsum() - weights  # mass of the more likely tokens: the first one always stays
+        weights = weights[: max(1, int(np.count_nonzero(before < params.top_p * mass)))]
+    if params.min_p > 0.0:
+        weights = weights[weights >= params.min_p * weights[0]]
+    return weights
+
+
+def _floors(chances: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:
+    """Probabilities below which no token of a row can survive `limit`: few tokens remain to be sorted. [S, 1].
+
+    With top_k: the k-th largest. Otherwise the larger of min_p times the peak, and (1 - top_p) / (2 vocab): all tokens
+    below that together have less than 1 - top_p, so the more likely ones alone reach top_p.
+    """
+    vocab_size = chances.shape[-1]
+    top_p_floors = chances.new_tensor([(1.0 - p.top_p) / (2 * vocab_size) for p in params])
+    floors = torch.maximum(chances.new_tensor([p.min_p for p in params]) * chances.amax(-1), top_p_floors)[:, None]
+    if counted := [i for i, p in enumerate(params) if p.top_k > 0]:
+        counts = torch.tensor([[min(params[i].top_k, vocab_size)] for i in counted], device=chances.device)
+        largest = _take(chances, counted).topk(int(counts.max()), -1).values
+        floors[counted] = largest.gather(1, counts - 1)
+    return floors
+
+
+def _entries_from(scores: torch.Tensor, floors: torch.Tensor) -> list[Entries]:
+    """Entries of each row that are at least its floor: largest first, the lowest id first among equals.
+
+    scores: [S, vocab], floors: [S, 1]. (`topk` alone leaves open which of several equal entries it returns, and bf16
+    logits are often equal.)
+    """
+    found = (scores >= floors).flatten().nonzero()[:, 0]  # row by row, and ids ascend within a row
+    values = scores.flatten().index_select(0, found).cpu().numpy()
+    rows, ids = np.divmod(found.cpu().numpy(), scores.shape[-1])
+    ends = np.bincount(rows, minlength=scores.shape[0]).cumsum()[:-1]
+    entries: list[Entries] = []
+    for row_ids, row_values in zip(np.split(ids, ends), np.split(values, ends), strict=True):
+        order = np.argsort(-row_values, kind="stable")
+        entries.append((row_ids[order], row_values[order]))
+    return entries
+
+
+# ---------------------------------------------------------------- log-probabilities
+
+
+def _add_logprobs(
+    logits: torch.Tensor, rows: list[SamplingRow], results: list[SampledToken], candidates: list[int]
+) -> None:
+    """Log-probabilities of the logits as the model gave them, for the rows among `candidates` that ask for them."""
+    asked = {i: k for i in candidates if (k := rows[i].params.logprobs) is not None}
+    if not asked:
+        return
+    scored = token_logprobs(_take(logits, list(asked)), [results[i].token_id for i in asked], max(asked.values()))
+    for (i, top), logprob in zip(asked.items(), scored, strict=True):
+        logprob.top = logprob.top[:top]
+        results[i].logprob = logprob
 
 
 def token_logprobs(logits: torch.Tensor, token_ids: list[int], top: int) -> list[TokenLogprob]:
-    """Raw log-probabilities of one token per row, and the `top` most likely ones. logits: [R, vocab]."""
-    logprobs = torch.log_softmax(logits.float(), -1).clamp_(min=LOGPROB_FLOOR)
-    chosen = logprobs.gather(1, torch.tensor(token_ids, device=logits.device)[:, None])[:, 0].tolist()
-    if top == 0:
-        return [TokenLogprob(token_id=i, logprob=value) for i, value in zip(token_ids, chosen, strict=True)]
-    best = logprobs.topk(min(top, logprobs.shape[-1]), -1)
-    return [
-        TokenLogprob(token_id=i, logprob=value, top=list(zip(ids, values, strict=True)))
-        for i, value, ids, values in zip(token_ids, chosen, best.indices.tolist(), best.values.tolist(), strict=True)
-    ]
+    """Raw log-probabilities of one token per row, and of the `top` most likely ones (at most the vocabulary).
+
+    logits: [R, vocab]. Values are finite whatever the logits hold: LOGPROB_FLOOR stands for -inf, for anything below
+    it, and for NaN.
+    """
+    logprobs = torch.log_softmax(logits.float(), -1).nan_to_num_(nan=LOGPROB_FLOOR).clamp_(min=LOGPROB_FLOOR)
+    chosen = logprobs.gather(1, torch.tensor(token_ids, dtype=torch.int64, device=logits.device)[:, None])
+    scored = [TokenLogprob(token_id=i, logprob=v) for i, v in zip(token_ids, chosen[:, 0].tolist(), strict=True)]
+    if top > 0 and scored:
+        floors = logprobs.topk(min(top, logprobs.shape[-1]), -1).values[:, -1:]
+        for one, (ids, values) in zip(scored, _entries_from(logprobs, floors), strict=True):
+            one.top = list(zip(ids[:top].tolist(), values[:top].tolist(), strict=True))
+    return scored

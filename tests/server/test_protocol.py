@@ -79,6 +79,13 @@ async def test_slow_headers_are_cut_off_at_the_deadline() -> None:
         assert app.calls == 0
 
 
+async def test_deadline_holds_for_every_request_of_a_connection() -> None:
+    """B088: not only for the first."""
+    async with running(EchoApp(), header_timeout_s=0.2) as port:
+        answer = await exchange(port, GET, *([b"GET / HTTP/1.1\r\n"] + [b"a"] * 50), pause_s=0.02)
+        assert answer.startswith(b"HTTP/1.1 200") and b"HTTP/1.1 408" in answer
+
+
 async def test_silent_connection_is_closed_without_an_answer() -> None:
     """B088."""
     async with running(EchoApp(), header_timeout_s=0.1) as port:
@@ -100,7 +107,7 @@ async def test_deadlines_do_not_touch_long_answers() -> None:
     """B088: neither does a stray line end after the body, which some clients send."""
     app = EchoApp(delay_s=0.5)
     async with running(app, header_timeout_s=0.1, body_timeout_s=0.1) as port:
-        answer = await exchange(port, post("/long", b"1", "Connection: close"), b"\r\n")
+        answer = await exchange(port, post("/long", b"1", "Connection: close"), b"\r\n", pause_s=0.1)
         assert status_of(answer) == 200
         assert answer.endswith(b"/long 1")
 
@@ -190,8 +197,10 @@ async def test_client_that_leaves_after_pipelining_is_noticed() -> None:
     app = EchoApp(delay_s=5.0)
     async with running(app) as port:
         _, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(post("/first", b"1") + post("/second", b"2"))
-        await asyncio.sleep(0.1)
+        writer.write(post("/first", b"1"))
+        await asyncio.sleep(0.05)
+        writer.write(post("/second", b"2"))
+        await asyncio.sleep(0.05)
         writer.transport.abort()
         await asyncio.wait_for(app.gone.wait(), 2)
 

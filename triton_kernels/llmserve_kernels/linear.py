@@ -50,9 +50,14 @@ def round_activation(x: torch.Tensor, format: str) -> torch.Tensor:
     return x.float()
 
 
+def min_rows() -> int:
+    """Products of fewer rows would be computed in another order."""
+    return MIN_ROWS * torch.get_num_threads()
+
+
 def multiply(rows: torch.Tensor, wide: torch.Tensor) -> torch.Tensor:
     """rows: [R, K] float32; wide: [K, N] -> [R, N], each row the same whatever the others are."""
-    count, needed = rows.shape[0], MIN_ROWS * torch.get_num_threads()
+    count, needed = rows.shape[0], min_rows()
     if count >= needed:
         return rows @ wide
     return (F.pad(rows, (0, 0, 0, needed - count)) @ wide)[:count]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from llmserve_kernels.linear import MIN_ROWS, LinearWeight, multiply, round_activation
+from llmserve_kernels.linear import MIN_ROWS, LinearWeight, min_rows, multiply, round_activation
 
 FEW_TOKENS = 16  # up to here, if most experts are hit, all are computed as one batched product
 
@@ -60,14 +60,19 @@ def fused_experts(x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor,
 
 
 def _looped(rows: torch.Tensor, wide: torch.Tensor, counts: list[int]) -> torch.Tensor:
-    """One product per expert that has tokens. rows: [R, K] grouped by expert; wide: [experts, K, N] -> [R, N]."""
-    out = rows.new_empty(rows.shape[0], wide.shape[2])
+    """One product per expert that has tokens. rows: [R, K] grouped by expert; wide: [experts, K, N] -> [R, N].
+
+    A product of fewer rows than `multiply` needs takes the rows behind them along, and drops what comes of those.
+    """
+    needed = min_rows()
+    padded = F.pad(rows, (0, 0, 0, needed))
+    parts: list[torch.Tensor] = []
     low = 0
     for expert, count in enumerate(counts):
         if count:
-            out[low : low + count] = multiply(rows[low : low + count], wide[expert])
+            parts.append((padded[low : low + max(count, needed)] @ wide[expert])[:count])
             low += count
-    return out
+    return torch.cat(parts)
 
 
 def _batched(rows: torch.Tensor, wide: torch.Tensor, counts: list[int]) -> torch.Tensor:

@@ -66,7 +66,7 @@ def round_to_mxfp8(x: torch.Tensor) -> torch.Tensor:
     # On the bits of amax: round the mantissa up to the next exponent if it exceeds 1.75 = 448 / 2**8, keep the exponent
     # alone, take 8 off. The rule of mx_scale_bytes in a few cheap operations; scales below 2**-126 are raised to it.
     bits = blocks.abs().amax(-1, keepdim=True).view(torch.int32)
-    scale = ((bits + 0x1FFFFF) & 0x7F800000).sub_(8 << 23).clamp_(min=1 << 23).view(torch.float32)
+    scale = bits.add_(0x1FFFFF - (8 << 23)).clamp_(min=1 << 23).bitwise_and_(0x7F800000).view(torch.float32)
     return ((blocks / scale).to(torch.float8_e4m3fn).float() * scale).flatten(-2)
 
 
