@@ -106,9 +106,13 @@ async def _serve_cluster(cluster: Any, config: ServerConfig) -> None:
 
     await cluster.start()
     try:
-        await serve_http(cluster.pipeline, cluster.router, config)
+        await serve_http(cluster.pipeline, cluster.router, config, on_bound=lambda port: announce(config.host, port))
     finally:
         await cluster.stop()
+
+
+def announce(host: str, port: int) -> None:
+    print(f"llmserve: serving on http://{host}:{port}/v1", file=sys.stderr, flush=True)
 
 
 def run_until_signal(main_task: Coroutine[Any, Any, None]) -> int:

@@ -2,11 +2,14 @@
 
     FREE --allocate--> RESERVED --begin_fill--> FILLING --activate--> IN_USE --free--> FREE or CACHED
     FREE --allocate--> IN_USE                      |
-    CACHED --match_prefix--> IN_USE                +--quarantine--> QUARANTINED --release_quarantine--> FREE
-    CACHED --evicted by allocate--> FREE
+    RESERVED --activate--> IN_USE                  +--quarantine--> QUARANTINED --release_quarantine--> FREE
+    RESERVED or FILLING --free--> FREE
+    CACHED --match_prefix--> IN_USE
+    CACHED --evicted by allocate, or clear_cache--> FREE
 
-RESERVED and FILLING are pages that a prefiller will write or may be writing. QUARANTINED: the hand-off was given up,
-but the writer has not confirmed that it stopped. IN_USE pages have a count of users, since prefixes are shared.
+RESERVED and FILLING are pages that a prefiller will write or may be writing; who frees FILLING pages has the writer's
+word that it writes no more. QUARANTINED: the hand-off was given up, but the writer has not confirmed that it stopped.
+IN_USE pages have a count of users, since prefixes are shared. CACHED pages have no user, and known content.
 """
 
 from __future__ import annotations
@@ -31,7 +34,10 @@ class LedgerError(RuntimeError):
 
 
 class PagePool:
-    """Page ids 0 to num_pages - 1 with their states and users. No tensors."""
+    """Page ids 0 to num_pages - 1 with their states and users. No tensors; each operation is O(1) per page.
+
+    Every move that the state machine forbids raises LedgerError.
+    """
 
     def __init__(self, num_pages: int, page_size: int, *, prefix_cache: bool = True) -> None:
         self.num_pages = num_pages
@@ -61,6 +67,8 @@ class PagePool:
 
     def allocate(self, count: int, state: PageState) -> list[int] | None:
         """`count` pages in `state` (RESERVED or IN_USE), each with one user; None, and nothing taken, when short."""
+        if count < 0 or state not in (PageState.RESERVED, PageState.IN_USE):
+            raise LedgerError(f"allocate gives 0 or more reserved or in_use pages, asked for {count} {state.value}")
         if count > self.num_available():
             return None
         pages = [self._take() for _ in range(count)]
@@ -82,17 +90,17 @@ class PagePool:
 
     def free(self, pages: list[int]) -> None:
         """One user less; a page without users is free, or stays cached if its content is known."""
-        for page in reversed(pages):  # children first: they are evicted before their parents
-            if self._users[page] == 0:
-                raise LedgerError(f"page {page} is freed, but has no user ({self._state[page].value})")
+        for page in reversed(pages):  # children first: no parent has to move behind them in the order of eviction
+            if self._users[page] == 0 or self._state[page] is PageState.QUARANTINED:
+                raise LedgerError(f"page {page} is freed, but is {self._state[page].value}: nobody may use it")
             self._users[page] -= 1
             if self._users[page] > 0:
                 continue
-            if self.cache is not None and page in self.cache and self._state[page] is PageState.IN_USE:
+            if self.cache is not None and page in self.cache:
                 self._move(page, PageState.CACHED, PageState.IN_USE)
                 self.cache.park(page)
             else:
-                self._release(page)
+                self._release(page, PageState.IN_USE, PageState.RESERVED, PageState.FILLING)
 
     def quarantine(self, pages: list[int]) -> list[int]:
         """Give a sequence's pages up while a writer may still write some: those are quarantined and returned."""
@@ -105,18 +113,21 @@ class PagePool:
     def release_quarantine(self, pages: list[int]) -> None:
         """The writer has confirmed that it writes no more."""
         for page in pages:
-            if self._state[page] is not PageState.QUARANTINED:
-                raise LedgerError(f"page {page} is not in quarantine but {self._state[page].value}")
+            self._release(page, PageState.QUARANTINED)
             self._users[page] = 0
-            self._release(page)
 
     # ------------------------------------------------------------------ prefix cache
 
     def match_prefix(self, token_ids: list[int], keys: PrefixKeys, *, max_tokens: int) -> list[int]:
-        """Cached full pages that hold the first tokens, at most `max_tokens`; each gets one user more."""
+        """Cached full pages that hold the first tokens, at most `max_tokens`; each gets one user more.
+
+        A sequence calls this before it computes anything, also when it starts again: only what is computed from here on
+        may be committed.
+        """
         if self.cache is None:
             return []
-        limit = max_tokens // self.page_size
+        keys.generation = self.cache.generation
+        limit = max(0, min(max_tokens, len(token_ids))) // self.page_size
         keys.extend(token_ids, limit, self.page_size)
         pages = self.cache.lookup(keys.keys[:limit])
         for page in pages:
@@ -127,13 +138,19 @@ class PagePool:
         return pages
 
     def commit(self, token_ids: list[int], keys: PrefixKeys, pages: list[int], num_computed: int) -> None:
-        """Full pages below `num_computed` become findable. Cheap when nothing is new."""
+        """Full pages below `num_computed` become findable. Cheap when nothing is new.
+
+        A page whose content another page already holds stays the sequence's own. After `clear_cache`, a sequence that
+        started before it has nothing to offer any more.
+        """
         full = num_computed // self.page_size
-        if self.cache is None or full <= keys.num_committed:
+        if self.cache is None or full <= keys.num_committed or keys.generation != self.cache.generation:
             return
         keys.extend(token_ids, full, self.page_size)
         for index in range(keys.num_committed, full):
-            self.cache.insert(keys.keys[index], pages[index])
+            if self._state[pages[index]] is not PageState.IN_USE:
+                raise LedgerError(f"page {pages[index]} is committed, but is {self._state[pages[index]].value}")
+            self.cache.insert(keys.keys[index], pages[index], keys.keys[index - 1] if index > 0 else None)
         keys.num_committed = full
 
     def count_hit(self, *, queried: int, hit: int) -> None:
@@ -141,10 +158,10 @@ class PagePool:
         self.hit_tokens += hit
 
     def clear_cache(self) -> None:
-        """Forget all cached content, for example after new weights were loaded."""
+        """Forget all cached content, for example after new weights were loaded. Pages in use stay with their users."""
         if self.cache is not None:
             for page in self.cache.clear():
-                self._release(page)
+                self._release(page, PageState.CACHED)
 
     # ------------------------------------------------------------------ inside
 
@@ -158,18 +175,21 @@ class PagePool:
         for page, state in enumerate(self._state):
             if (self._users[page] == 0) != (state in (PageState.FREE, PageState.CACHED)):
                 raise LedgerError(f"page {page} is {state.value} with {self._users[page]} users")
-        cached = self.cache.num_evictable if self.cache is not None else 0
-        if cached != states[PageState.CACHED]:
-            raise LedgerError(f"{cached} pages can be evicted, {states[PageState.CACHED]} are cached")
+        cached = {page for page, state in enumerate(self._state) if state is PageState.CACHED}
+        if cached != (self.cache.evictable_pages() if self.cache is not None else set()):
+            raise LedgerError("the pages that can be evicted and those that are cached differ")
+        for page in self.cache.known_pages() if self.cache is not None else ():
+            if self._state[page] not in (PageState.CACHED, PageState.IN_USE):
+                raise LedgerError(f"page {page} can be found by its content, but is {self._state[page].value}")
 
     def _take(self) -> int:
         if not self._free:
             assert self.cache is not None
-            self._release(self.cache.evict())
+            self._release(self.cache.evict(), PageState.CACHED)
         return self._free.popleft()
 
-    def _release(self, page: int) -> None:
-        self._move(page, PageState.FREE, *PageState)
+    def _release(self, page: int, *allowed: PageState) -> None:
+        self._move(page, PageState.FREE, *allowed)
         self._free.append(page)
 
     def _move(self, page: int, to: PageState, *allowed: PageState) -> None:

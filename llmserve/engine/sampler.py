@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from llmserve.control.messages import TokenLogprob
-from llmserve.engine.penalties import TokenHistory, adjust_logits, changes_logits
+from llmserve.engine.penalties import LogitAdjustment, adjust_logits
 from llmserve.sampling_params import SamplingParams
 
 GREEDY_BELOW = 1e-5  # temperatures below are greedy
@@ -33,16 +33,17 @@ class SamplingRow:
     output_token_ids: list[int]
     eos_token_ids: list[int]
     stream_seed: int
-    history: TokenHistory = field(init=False)
+    adjustment: LogitAdjustment | None = field(init=False, default=None)
     is_greedy: bool = field(init=False)
-    changes_logits: bool = field(init=False)
     is_plain: bool = field(init=False)  # greedy, and nothing changes or reports its logits
 
     def __post_init__(self) -> None:
-        self.history = TokenHistory(self.prompt_token_ids, self.output_token_ids)
-        self.is_greedy = self.params.temperature < GREEDY_BELOW
-        self.changes_logits = changes_logits(self.params)
-        self.is_plain = self.is_greedy and not self.changes_logits and self.params.logprobs is None
+        params = self.params
+        if LogitAdjustment.is_needed(params):
+            tokens = self.prompt_token_ids, self.output_token_ids
+            self.adjustment = LogitAdjustment(params, *tokens, self.eos_token_ids)
+        self.is_greedy = params.temperature < GREEDY_BELOW
+        self.is_plain = self.is_greedy and self.adjustment is None and params.logprobs is None
 
 
 @dataclass(slots=True)
@@ -68,7 +69,7 @@ class Sampler:
         best, peaks = _best(logits)
         results = _results(best, peaks, NAN_MESSAGE)
         special = [i for i, row in enumerate(rows) if not row.is_plain and results[i].error is None]
-        if changed := [i for i in special if rows[i].changes_logits or not rows[i].is_greedy]:
+        if changed := [i for i in special if rows[i].adjustment is not None or not rows[i].is_greedy]:
             for i, result in zip(
                 changed, _sample_changed(_take(logits, changed), [rows[i] for i in changed]), strict=True
             ):
@@ -79,17 +80,19 @@ class Sampler:
 
 def _sample_changed(logits: torch.Tensor, rows: list[SamplingRow]) -> list[SampledToken]:
     """Rows that are drawn at random, or greedy after penalties. logits: [S, vocab], overwritten."""
-    for index, row in enumerate(rows):
-        if row.changes_logits:
-            adjust_logits(logits[index], row.params, row.history, row.eos_token_ids)
+    adjust_logits(logits, [row.adjustment for row in rows])
     best, peaks = _best(logits)
     results = _results(best, peaks, BANNED_MESSAGE)
     random = [i for i, row in enumerate(rows) if not row.is_greedy and results[i].error is None]
-    if random:
-        temperatures = logits.new_tensor([rows[i].params.temperature for i in random])
+    limited = [i for i in random if _is_limited(rows[i].params)]
+    unlimited = [i for i in random if not _is_limited(rows[i].params)]
+    for chosen, draw in ((limited, _draw_limited), (unlimited, _draw_unlimited)):
+        if not chosen:
+            continue
+        temperatures = logits.new_tensor([rows[i].params.temperature for i in chosen])
         # Relative to the peak first: a small temperature can then overflow downwards only.
-        scaled = _take(logits, random).sub_(_take(peaks, random)[:, None]).div_(temperatures[:, None])
-        for i, token_id in zip(random, _draw(torch.softmax(scaled, -1), [rows[i] for i in random]), strict=True):
+        scaled = _take(logits, chosen).sub_(_take(peaks, chosen)[:, None]).div_(temperatures[:, None])
+        for i, token_id in zip(chosen, draw(scaled, [rows[i] for i in chosen]), strict=True):
             results[i] = SampledToken(token_id)
     return results
 
@@ -123,30 +126,36 @@ def uniform(stream_seed: int, position: int) -> float:
     return (int.from_bytes(digest, "little") >> 11) / 2**53
 
 
-def _draw(chances: torch.Tensor, rows: list[SamplingRow]) -> list[int]:
-    """One token per row by inversion of the cumulative distribution, in float64. chances: [S, vocab], after softmax."""
-    numbers = [uniform(row.stream_seed, len(row.output_token_ids)) for row in rows]
-    tokens = [0] * len(rows)
-    limited = [i for i, row in enumerate(rows) if _is_limited(row.params)]
-    unlimited = [i for i, row in enumerate(rows) if not _is_limited(row.params)]
-    if unlimited:
-        cumulative = _take(chances, unlimited).double().cumsum_(-1)
-        totals = cumulative[:, -1:]
-        targets = totals * totals.new_tensor([numbers[i] for i in unlimited])[:, None]
-        # Strictly below the total, so that rounding never reaches a token of probability zero.
-        targets = torch.minimum(targets, torch.nextafter(totals, torch.zeros_like(totals)))
-        for i, token_id in zip(unlimited, torch.searchsorted(cumulative, targets, right=True).tolist(), strict=True):
-            tokens[i] = token_id[0]
-    if limited:
-        params = [rows[i].params for i in limited]
-        chances = _take(chances, limited)
-        entries = _entries_from(chances, _floors(chances, params))
-        for i, one, (ids, values) in zip(limited, params, entries, strict=True):
-            weights = limit(values.astype(np.float64), one)
-            cumulative = weights.cumsum()
-            target = min(numbers[i] * cumulative[-1], np.nextafter(cumulative[-1], 0.0))
-            tokens[i] = int(ids[np.searchsorted(cumulative, target, side="right")])
+def _draw_unlimited(scaled: torch.Tensor, rows: list[SamplingRow]) -> list[int]:
+    """Inversion of the cumulative distribution over all tokens in order of their ids, in float64.
+
+    scaled: [S, vocab], logits after temperature, with a maximum of 0.
+    """
+    cumulative = torch.softmax(scaled, -1).double().cumsum_(-1)
+    totals = cumulative[:, -1:]
+    targets = totals * totals.new_tensor([_number(row) for row in rows])[:, None]
+    # Strictly below the total, so that rounding never reaches a token of probability zero.
+    targets = torch.minimum(targets, torch.nextafter(totals, torch.zeros_like(totals)))
+    return torch.searchsorted(cumulative, targets, right=True)[:, 0].tolist()
+
+
+def _draw_limited(scaled: torch.Tensor, rows: list[SamplingRow]) -> list[int]:
+    """The same over the tokens that top-k, top-p and min-p leave, likely ones first.
+
+    Tokens are ranked by their logits: float32 probabilities of different logits may be equal.
+    """
+    log_totals = scaled.exp().sum(-1, keepdim=True).log_()  # no overflow: the maximum is 0
+    entries = _entries_from(scaled, _floors(scaled, log_totals, [row.params for row in rows]))
+    tokens: list[int] = []
+    for row, log_total, (ids, values) in zip(rows, log_totals[:, 0].tolist(), entries, strict=True):
+        cumulative = limit(np.exp(values.astype(np.float64) - log_total), row.params).cumsum()
+        target = min(_number(row) * cumulative[-1], np.nextafter(cumulative[-1], 0.0))
+        tokens.append(int(ids[np.searchsorted(cumulative, target, side="right")]))
     return tokens
+
+
+def _number(row: SamplingRow) -> float:
+    return uniform(row.stream_seed, len(row.output_token_ids))
 
 
 def _is_limited(params: SamplingParams) -> bool:
@@ -171,18 +180,20 @@ def limit(weights: np.ndarray, params: SamplingParams) -> np.ndarray:
     return weights
 
 
-def _floors(chances: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:
-    """Probabilities below which no token of a row can survive `limit`: few tokens remain to be sorted. [S, 1].
+def _floors(scaled: torch.Tensor, log_totals: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:
+    """Scaled logits below which no token of a row can survive `limit`: few tokens remain to be sorted. [S, 1].
 
     With top_k: the k-th largest. Otherwise the larger of min_p times the peak, and (1 - top_p) / (2 vocab): all tokens
     below that together have less than 1 - top_p, so the more likely ones alone reach top_p.
     """
-    vocab_size = chances.shape[-1]
-    top_p_floors = chances.new_tensor([(1.0 - p.top_p) / (2 * vocab_size) for p in params])
-    floors = torch.maximum(chances.new_tensor([p.min_p for p in params]) * chances.amax(-1), top_p_floors)[:, None]
+    vocab_size = scaled.shape[-1]
+    # Half of min_p, so that rounding here never decides: `limit` does.
+    min_p_floors = scaled.new_tensor([p.min_p / 2 for p in params]).log()[:, None]
+    top_p_floors = scaled.new_tensor([(1.0 - p.top_p) / (2 * vocab_size) for p in params]).log()[:, None] + log_totals
+    floors = torch.maximum(min_p_floors, top_p_floors)
     if counted := [i for i, p in enumerate(params) if p.top_k > 0]:
-        counts = torch.tensor([[min(params[i].top_k, vocab_size)] for i in counted], device=chances.device)
-        largest = _take(chances, counted).topk(int(counts.max()), -1).values
+        counts = torch.tensor([[min(params[i].top_k, vocab_size)] for i in counted], device=scaled.device)
+        largest = _take(scaled, counted).topk(int(counts.max()), -1).values
         floors[counted] = largest.gather(1, counts - 1)
     return floors
 

@@ -71,7 +71,7 @@ class _Loader:
             embedding=embedding.to(self.dtype),
             layers=[self._layer(index) for index in range(config.num_hidden_layers)],
             norm=self._norm("model.norm.weight", config.hidden_size),
-            head=LinearWeight(_transposed(head)),
+            head=LinearWeight(head.float().t()),  # tied: a view of the embedding; BLAS likes this large one so as well
         )
 
     def _layer(self, index: int) -> LayerWeights:

@@ -132,7 +132,7 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         self._part = "body"
         if 0 < len(self.pipeline) < MAX_PIPELINED:
-            pass  # uvicorn pauses at the first; but only reading shows that a client has left
+            self.flow.resume_reading()  # uvicorn pauses at the first; but only reading shows that a client has left
         self._start_deadline(self.limits.body_timeout_s)
 
     def on_body(self, body: bytes) -> None:

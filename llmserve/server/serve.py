@@ -80,17 +80,19 @@ class _Server(uvicorn.Server):
 
 
 def _bind(host: str, port: int) -> socket.socket:
+    if not 0 <= port <= 65535:  # getaddrinfo would take it modulo 65536
+        raise ConfigError(f"port must be between 0 and 65535, got {port}")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         listener = socket.socket(family, kind, protocol)
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         raise ConfigError(f"http-host {host!r}, port {port}: {error}") from error
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         listener.close()
         raise ConfigError(f"cannot listen on {host!r}, port {port}: {error}") from error
     listener.setblocking(False)

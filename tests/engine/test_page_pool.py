@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -116,6 +118,93 @@ def test_illegal_moves_raise(move: object) -> None:
     pages = pool.allocate(1, PageState.IN_USE)
     with pytest.raises(LedgerError):
         move(pool, pages)  # type: ignore[operator]
+
+
+def test_only_the_writer_ends_a_quarantine() -> None:
+    """A page that may still be written must not come back by a second, ordinary free."""
+    pool = PagePool(2, PAGE)
+    pages = pool.allocate(2, PageState.RESERVED)
+    assert pages is not None
+    pool.begin_fill(pages)
+    pool.quarantine(pages)
+    with pytest.raises(LedgerError, match="quarantined"):
+        pool.free(pages)
+    pool.check()
+    assert pool.num_available() == 0
+    pool.release_quarantine(pages)
+    pool.check()
+
+
+def test_quarantine_frees_what_nobody_writes() -> None:
+    """Of a sequence's pages only those named to the writer wait; shared and reserved ones are free at once."""
+    pool = PagePool(8, PAGE)
+    tokens = list(range(9))
+    owner, _ = fill(pool, tokens)
+    shared = match(pool, tokens)
+    fresh = pool.allocate(3, PageState.RESERVED)
+    assert fresh is not None
+    pool.begin_fill(fresh[:2])
+    assert pool.quarantine(shared + fresh) == fresh[:2]
+    assert pool.state(fresh[2]) is PageState.FREE
+    assert [pool.state(page) for page in owner] == [PageState.IN_USE] * 3
+    pool.check()
+
+
+@pytest.mark.parametrize("state", [PageState.RESERVED, PageState.FILLING])
+def test_content_that_has_not_arrived_cannot_be_committed(state: PageState) -> None:
+    pool = PagePool(4, PAGE)
+    pages = pool.allocate(1, PageState.RESERVED)
+    assert pages is not None
+    if state is PageState.FILLING:
+        pool.begin_fill(pages)
+    with pytest.raises(LedgerError, match=state.value):
+        pool.commit(list(range(PAGE)), PrefixKeys(), pages, PAGE)
+    assert match(pool, list(range(PAGE + 1))) == []
+    pool.activate(pages)
+    pool.commit(list(range(PAGE)), PrefixKeys(), pages, PAGE)
+    assert match(pool, list(range(PAGE + 1))) == pages
+
+
+@pytest.mark.parametrize(
+    ("count", "state"), [(1, PageState.CACHED), (1, PageState.FREE), (1, PageState.QUARANTINED), (-1, PageState.IN_USE)]
+)
+def test_allocate_refuses_what_makes_no_sense(count: int, state: PageState) -> None:
+    pool = PagePool(4, PAGE)
+    with pytest.raises(LedgerError, match="allocate gives"):
+        pool.allocate(count, state)
+    pool.check()
+
+
+def lose_a_page(pool: PagePool) -> None:
+    pool._free.pop()
+
+
+def double_a_page(pool: PagePool) -> None:
+    pool._free.append(pool._free[0])
+
+
+def forget_a_user(pool: PagePool) -> None:
+    pool._users[0] = 0
+
+
+def free_a_known_page(pool: PagePool) -> None:
+    pool._users[0] = 0
+    pool._release(0, PageState.IN_USE)
+
+
+def park_a_used_page(pool: PagePool) -> None:
+    assert pool.cache is not None
+    pool.cache.park(0)
+
+
+@pytest.mark.parametrize("damage", [lose_a_page, double_a_page, forget_a_user, free_a_known_page, park_a_used_page])
+def test_the_check_sees_damage(damage: Callable[[PagePool], None]) -> None:
+    pool = PagePool(4, PAGE)
+    fill(pool, list(range(PAGE)))
+    pool.check()
+    damage(pool)
+    with pytest.raises(LedgerError):
+        pool.check()
 
 
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=40), st.lists(st.integers(0, 2), min_size=1, max_size=40))

@@ -130,7 +130,7 @@ def test_unknown_paths_and_methods(site: Site, method: str, path: str, status: i
 def test_content_types(site: Site, content_type: str, status: int) -> None:
     body = b'{"model":"demo","messages":[{"role":"user","content":"hi"}]}'
     response = site.client.post(
-        "/v1/chat/completions", content=body, headers={"content-type": content_type.encode("latin-1")}
+        "/v1/chat/completions", content=body, headers={b"content-type": content_type.encode("latin-1")}
     )
     assert response.status_code == status, response.text
 
@@ -141,7 +141,16 @@ def test_body_without_content_type_is_read_as_json(site: Site) -> None:
 
 @pytest.mark.parametrize(
     "body",
-    [b"", b"{", b"\xef\xbb\xbf{}", b"[" * 10_000, b'{"model":"demo","model":"demo"}', b'{"model":NaN}', b"\x00", b"null"],
+    [
+        b"",
+        b"{",
+        b"\xef\xbb\xbf{}",
+        b"[" * 10_000,
+        b'{"model":"demo","model":"demo"}',
+        b'{"model":NaN}',
+        b"\x00",
+        b"null",
+    ],
 )
 def test_bodies_that_are_not_json(site: Site, body: bytes) -> None:
     for path in ("/v1/chat/completions", "/v1/completions"):

@@ -141,7 +141,7 @@ def test_max_completion_tokens_wins() -> None:
         ('"logit_bias":{"1":101}', "logit_bias"),
         ('"logit_bias":{"1":1e38}', "logit_bias"),
         ('"logit_bias":{"1":"x"}', "logit_bias"),
-        ('"logit_bias":{%s}' % ",".join(f'"{i}":1' for i in range(150_000)), "logit_bias"),
+        (f'"logit_bias":{ {str(i): 1 for i in range(150_000)} }'.replace("'", '"'), "logit_bias"),
         ('"top_logprobs":5', "top_logprobs"),
         ('"logprobs":true,"top_logprobs":21', "top_logprobs"),
         ('"logprobs":true,"top_logprobs":-1', "top_logprobs"),

@@ -42,7 +42,7 @@ def test_whole_answer(site: Site) -> None:
 
 @pytest.mark.parametrize("tokens_per_step", [1, 3])
 def test_stream_equals_whole_answer(site: Site, tokens_per_step: int) -> None:
-    text = "Grüße, 世界! 🙂 \" \\ \n end"
+    text = 'Grüße, 世界! 🙂 " \\ \n end'
     site.backend.script = says(text, tokens_per_step=tokens_per_step)
     chunks = site.chat_stream()
     assert content(chunks) == text == site.chat().json()["choices"][0]["message"]["content"]

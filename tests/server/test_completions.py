@@ -78,9 +78,7 @@ def test_several_prompts_and_choices_have_the_right_indexes(site: Site, stream: 
 def test_n_with_seed_is_distinct_and_reproducible(site: Site) -> None:
     """B041."""
     site.backend.script = random_words
-    first, second = (
-        [choice["text"] for choice in site.complete(n=3, seed=3).json()["choices"]] for _ in range(2)
-    )
+    first, second = ([choice["text"] for choice in site.complete(n=3, seed=3).json()["choices"]] for _ in range(2))
     assert first == second and len(set(first)) == 3
     site.backend.requests.clear()
     site.complete(n=3)

@@ -50,7 +50,10 @@ def test_accumulating_stream_helper(site: Site) -> None:
 def test_n_with_seed(site: Site) -> None:
     site.backend.script = random_words
     answers = [
-        [c.message.content for c in site.openai.chat.completions.create(model="demo", messages=MESSAGES, n=3, seed=4).choices]
+        [
+            c.message.content
+            for c in site.openai.chat.completions.create(model="demo", messages=MESSAGES, n=3, seed=4).choices
+        ]
         for _ in range(2)
     ]
     assert answers[0] == answers[1] and len(set(answers[0])) == 3

@@ -75,7 +75,9 @@ def test_no_worker_yet(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("first_after_s", [0.0, 60.0])
-async def test_client_that_leaves_frees_its_sequences(site: Site, path: str, stream: bool, first_after_s: float) -> None:
+async def test_client_that_leaves_frees_its_sequences(
+    site: Site, path: str, stream: bool, first_after_s: float
+) -> None:
     """At once: while tokens come, and also while the first one is awaited."""
     site.backend.script = endless(first_after_s=first_after_s)
     body = {**CHAT, "prompt": ["a", "b"], "n": 2, "stream": stream}
@@ -89,7 +91,7 @@ async def test_client_that_leaves_frees_its_sequences(site: Site, path: str, str
     left = time.monotonic()
     writer.transport.abort()
     await asyncio.to_thread(site.wait_for, lambda: len(site.backend.aborted) == expected)
-    assert time.monotonic() - left < 2.0
+    assert time.monotonic() - left < 5.0
     assert {r.request_id for r in site.backend.requests} == set(site.backend.aborted)
 
 
