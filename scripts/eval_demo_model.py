@@ -2,8 +2,8 @@
 
     python scripts/eval_demo_model.py --data DIR --bf16 MODEL --out scripts/bench/results/demo_quality.json
 
-DIR holds books.txt.xz; MODEL is the bf16 checkpoint that scripts/train_demo_model.py exports; the quantised ones are made
-from it. All runs through llmserve's own operators: quantised formats round weights and activations.
+DIR holds books.txt.xz; MODEL is the bf16 checkpoint that scripts/train_demo_model.py exports. The quantised ones are
+made from it. All runs through llmserve's own operators: quantised formats round weights and activations.
 """
 
 from __future__ import annotations

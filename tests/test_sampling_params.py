@@ -20,7 +20,7 @@ FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalt
 def test_floats(field: str, value: float) -> None:
     """B031, B032: comparisons with NaN are all false, so ranges are checked from inside."""
     with pytest.raises(InvalidRequestError, match=field) as error:
-        SamplingParams(**{field: value}).validate(100)
+        SamplingParams(**{field: value}).validate(100)  # type: ignore[arg-type]
     assert error.value.param == field and error.value.status == 400
 
 

@@ -121,7 +121,11 @@ def _take(values: torch.Tensor, rows: list[int]) -> torch.Tensor:
 
 
 def uniform(stream_seed: int, position: int) -> float:
-    """A number in [0, 1) that depends on the seed and the position alone."""
+    """A number in [0, 1) that depends on the seed and the position alone.
+
+    It is at most 1 - 2**-53, so that its float64 product with any total is below that total: the draw never runs past
+    the last token that has a probability.
+    """
     digest = hashlib.blake2b(f"{stream_seed}/{position}".encode(), digest_size=8).digest()
     return (int.from_bytes(digest, "little") >> 11) / 2**53
 
@@ -134,8 +138,6 @@ def _draw_unlimited(scaled: torch.Tensor, rows: list[SamplingRow]) -> list[int]:
     cumulative = torch.softmax(scaled, -1).double().cumsum_(-1)
     totals = cumulative[:, -1:]
     targets = totals * totals.new_tensor([_number(row) for row in rows])[:, None]
-    # Strictly below the total, so that rounding never reaches a token of probability zero.
-    targets = torch.minimum(targets, torch.nextafter(totals, torch.zeros_like(totals)))
     return torch.searchsorted(cumulative, targets, right=True)[:, 0].tolist()
 
 
@@ -149,7 +151,7 @@ def _draw_limited(scaled: torch.Tensor, rows: list[SamplingRow]) -> list[int]:
     tokens: list[int] = []
     for row, log_total, (ids, values) in zip(rows, log_totals[:, 0].tolist(), entries, strict=True):
         cumulative = limit(np.exp(values.astype(np.float64) - log_total), row.params).cumsum()
-        target = min(_number(row) * cumulative[-1], np.nextafter(cumulative[-1], 0.0))
+        target = _number(row) * cumulative[-1]
         tokens.append(int(ids[np.searchsorted(cumulative, target, side="right")]))
     return tokens
 

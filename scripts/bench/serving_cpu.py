@@ -60,10 +60,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--decoders", type=int, default=2, help="decoder processes: one a core (2)")
     parser.add_argument("--out")
     arguments = parser.parse_args()
-    result: dict[str, Any] = environment("python scripts/bench/serving_cpu.py")
-    with running_server("serve", "demo", "--prefill", "1", "--decode", "1") as (port, pid):
+    result: dict[str, Any] = environment(f"python scripts/bench/serving_cpu.py --decoders {arguments.decoders}")
+    with running_server("serve", "demo", "--prefill", "1", "--decode", str(arguments.decoders)) as (port, pid):
         for streams in (1, 8):
             result[f"streams_{streams}"] = asyncio.run(measure(port, streams, arguments.tokens, arguments.repeats))
         result["memory_mib"] = round(memory_bytes(pid) / 2**20)

@@ -10,6 +10,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from llmserve.engine import sampler
 from llmserve.engine.penalties import adjust_logits
 from llmserve.engine.sampler import LOGPROB_FLOOR, SampledToken, Sampler, SamplingRow, token_logprobs, uniform
 from llmserve.sampling_params import SamplingParams
@@ -138,6 +139,10 @@ def test_a_vanishing_repetition_penalty_stays_finite(temperature: float) -> None
     for seed in range(20):
         sampled = row(prompt=[0, EOS], seed=seed, temperature=temperature, repetition_penalty=1e-50, min_tokens=1)
         assert sample_one(values, sampled) == 0
+    values = logits(-math.inf, -1.0)
+    for seed in range(20):  # what the model excludes stays excluded
+        sampled = row(prompt=[0], seed=seed, temperature=temperature, repetition_penalty=1e-50)
+        assert sample_one(values, sampled) != 0
 
 
 def test_a_row_without_any_token_left_fails_alone() -> None:
@@ -256,9 +261,21 @@ def test_equal_logits_are_ordered_by_id() -> None:
     (token,) = Sampler(VOCAB).sample(values[None], [row(temperature=0.0, logprobs=3)])
     assert token.logprob is not None
     assert [i for i, _ in token.logprob.top] == [1, 2, 3]
-    many = torch.zeros(1, 500)
-    assert {Sampler(500).sample(many, [row(seed=seed, top_k=2)])[0].token_id for seed in range(30)} == {0, 1}
-    assert [i for i, _ in token_logprobs(many, [7], 20)[0].top] == list(range(20))
+    many = torch.randn(1, 500).round()
+    ranked = sorted(range(500), key=lambda i: (-many[0, i].item(), i))
+    assert [i for i, _ in token_logprobs(many, [7], 400)[0].top] == ranked[:400]
+    assert {Sampler(500).sample(many, [row(seed=seed, top_k=2)])[0].token_id for seed in range(30)} == set(ranked[:2])
+
+
+@pytest.mark.parametrize("number", [0.0, 1.0 - 2.0**-53])
+@pytest.mark.parametrize("limits", [{}, {"top_k": VOCAB}, {"top_p": 0.9999999}, {"min_p": 1e-12}])
+def test_the_ends_of_the_range(number: float, limits: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The smallest and the largest random number draw tokens that have a probability."""
+    monkeypatch.setattr(sampler, "uniform", lambda stream_seed, position: number)
+    for seed in range(50):
+        values = torch.randn(VOCAB, generator=torch.Generator().manual_seed(seed)) * 5
+        values[[0, 1, VOCAB - 1]] = -math.inf
+        assert 1 < sample_one(values, row(**limits)) < VOCAB - 1
 
 
 def test_a_draw_depends_on_seed_and_position_alone() -> None:
