@@ -83,7 +83,7 @@ class ModelRunner:
             for low in range(max(first, item.start), end, LOGPROB_ROWS):
                 high = min(low + LOGPROB_ROWS, end)
                 offset = batch.query_start[index] - item.start
-                logits = self.model.logits(hidden[offset + low : offset + high])
+                logits = self.model.logits(hidden[offset + low : offset + high])[:, : self.sampler.valid_vocab_size]
                 targets = sequence.token_ids[low + 1 : high + 1]
                 scored += token_logprobs(logits, targets, sequence.params.prompt_logprobs or 0)
             result.prompt_logprobs[sequence] = scored

@@ -7,9 +7,6 @@ import json
 from pathlib import Path
 
 import torch
-from llmserve_kernels.linear import LinearWeight, widen_weight
-from llmserve_kernels.moe import ExpertWeights
-from llmserve_kernels.quantize import FP8_BLOCK, MX_BLOCK
 
 from llmserve.errors import CheckpointError
 from llmserve.models.config import Qwen3MoeConfig
@@ -21,6 +18,9 @@ from llmserve.models.qwen3_moe import (
     SparseWeights,
 )
 from llmserve.models.safetensors_folder import SafetensorsFolder
+from llmserve_kernels.linear import LinearWeight, widen_weight
+from llmserve_kernels.moe import ExpertWeights
+from llmserve_kernels.quantize import FP8_BLOCK, MX_BLOCK
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SCALE_SUFFIX = {"mxfp8": "_scale", "fp8-block": "_scale_inv"}

@@ -11,13 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from llmserve_kernels.quantize import (
-    MX_BLOCK,
-    dequantize_block_fp8_weight,
-    dequantize_mxfp8,
-    quantize_block_fp8_weight,
-    quantize_mxfp8,
-)
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -26,6 +19,13 @@ from safetensors.torch import save_file
 from llmserve.errors import CheckpointError, ConfigError
 from llmserve.models.config import Qwen3MoeConfig
 from llmserve.models.safetensors_folder import INDEX, SafetensorsFolder
+from llmserve_kernels.quantize import (
+    MX_BLOCK,
+    dequantize_block_fp8_weight,
+    dequantize_mxfp8,
+    quantize_block_fp8_weight,
+    quantize_mxfp8,
+)
 
 QUANTIZED = re.compile(
     r"(?:self_attn\.(?:q|k|v|o)_proj|mlp(?:\.experts\.\d+)?\.(?:gate|up|down)_proj|mtp\.fc)\.weight$"

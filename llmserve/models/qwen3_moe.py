@@ -6,14 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+
+from llmserve.models.batch import ForwardBatch, KVCache
+from llmserve.models.config import Qwen3MoeConfig
 from llmserve_kernels.attention import paged_attention
 from llmserve_kernels.linear import LinearWeight, linear
 from llmserve_kernels.moe import ExpertWeights, fused_experts, route
 from llmserve_kernels.norm import rms_norm
 from llmserve_kernels.rope import KVSlots, apply_rope, rope_table, write_kv
-
-from llmserve.models.batch import ForwardBatch, KVCache
-from llmserve.models.config import Qwen3MoeConfig
 
 
 @dataclass(slots=True)

@@ -18,11 +18,11 @@ from typing import Any
 
 import uvloop
 from http_load import run_streams
-from llmserve.server.serve import serve
 from server_process import environment, write_json
 
 from llmserve.cluster import Cluster, worker_configs
 from llmserve.config import ServerConfig, WorkerConfig
+from llmserve.server.serve import serve
 
 WORKER = (sys.executable, str(Path(__file__).parent / "fixed_time_worker.py"))
 

@@ -8,9 +8,6 @@ from __future__ import annotations
 import os
 import time
 
-from llmserve.engine.sampler import SampledToken
-from llmserve.models.config import Qwen3MoeConfig
-
 from llmserve.config import WorkerConfig, resolve_model_path
 from llmserve.engine.loading import (
     LoadedEngine,
@@ -20,8 +17,10 @@ from llmserve.engine.loading import (
     open_transfer_engine,
 )
 from llmserve.engine.model_runner import LayerHook, StepResult
+from llmserve.engine.sampler import SampledToken
 from llmserve.engine.scheduler import StepPlan
 from llmserve.engine.worker import main
+from llmserve.models.config import Qwen3MoeConfig
 
 STEP_S = float(os.environ.get("LLMSERVE_BENCH_STEP_MS", "20")) / 1e3
 TOKEN_ID = 300

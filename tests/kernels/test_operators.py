@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+
 from llmserve_kernels.attention import paged_attention
 from llmserve_kernels.linear import LinearWeight, linear, multiply
 from llmserve_kernels.moe import FEW_TOKENS, ExpertWeights, fused_experts, route

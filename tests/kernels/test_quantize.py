@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+
 from llmserve_kernels.quantize import (
     dequantize_block_fp8_weight,
     dequantize_mxfp8,

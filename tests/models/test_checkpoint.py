@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from llmserve_kernels.quantize import dequantize_mxfp8
 from safetensors.torch import load_file, save_file
 
 from llmserve.errors import CheckpointError, ConfigError
 from llmserve.models.checkpoint import fingerprint, load_model
 from llmserve.models.quantize import quantize_checkpoint
+from llmserve_kernels.quantize import dequantize_mxfp8
 
 from .checkpoints import GreedyRunner, save_random
 
