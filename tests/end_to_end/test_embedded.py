@@ -86,8 +86,7 @@ def test_prompt_logprobs_do_not_depend_on_chunks(engine: Engine) -> None:
 def test_seeded_sampling_is_the_same_in_any_company(engine: Engine) -> None:
     params = SamplingParams(max_tokens=20, temperature=1.0, seed=42, n=3, ignore_eos=True)
     alone = engine.generate("The ship", params)[0]
-    crowd = engine.generate(
-        ["The dog", "The ship", "The sea"], [SamplingParams(max_tokens=30), params, SamplingParams()]
-    )[1]
+    others = SamplingParams(max_tokens=30)
+    crowd = engine.generate(["The dog", "The ship", "The sea"], [others, params, others])[1]
     assert [choice.text for choice in alone.outputs] == [choice.text for choice in crowd.outputs]
     assert len({choice.text for choice in alone.outputs}) == 3
