@@ -32,6 +32,11 @@ class StepPlan:
     def num_tokens(self) -> int:
         return sum(item.count for item in self.items)
 
+    @property
+    def is_decode(self) -> bool:
+        """Every sequence draws a token and computes no more than one."""
+        return all(item.count == 1 and item.sample for item in self.items)
+
 
 @dataclass(slots=True)
 class Handoff:

@@ -1,7 +1,7 @@
 """One engine process: the step loop, the link to the router, and the role's side of the hand-off.
 
-The event loop belongs to messages; model steps run in one thread beside it, so that heartbeats, aborts and hand-offs
-are answered while a long prompt is computed.
+The event loop belongs to messages; steps that compute prompts run in one thread beside it, so that heartbeats, aborts
+and hand-offs are answered meanwhile. A step of decodes is short, and messages are read between steps.
 """
 
 from __future__ import annotations
@@ -226,7 +226,11 @@ class Worker:
             if self.prefill is not None:
                 self.prefill.before_step(plan)
             try:
-                result = await loop.run_in_executor(self._thread, self.core.execute, plan)
+                if plan.is_decode:  # short: two changes of thread would cost more than the loop's waiting for it
+                    result = self.core.execute(plan)
+                    await asyncio.sleep(0)  # messages have their turn before the next step is planned
+                else:
+                    result = await loop.run_in_executor(self._thread, self.core.execute, plan)
             except Exception as error:
                 logger.exception("model step failed")
                 self._send(self.core.step_failed(plan, error))
@@ -269,6 +273,7 @@ async def serve_worker(
         threading.Thread(target=_wait_for_parent, args=(loop, worker.stop), daemon=True).start()
     gc.collect()
     gc.freeze()  # the model's objects live as long as the process: never scan them again
+    gc.set_threshold(50_000, 20, 20)
     await worker.run()
 
 

@@ -60,7 +60,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--decoders", type=int, default=2, help="decoder processes: one a core (2)")
+    parser.add_argument("--decoders", type=int, default=1, help="decoder processes (1)")
     parser.add_argument("--out")
     arguments = parser.parse_args()
     result: dict[str, Any] = environment(f"python scripts/bench/serving_cpu.py --decoders {arguments.decoders}")

@@ -248,11 +248,12 @@ async def test_decoder_is_lost() -> None:
         for number in range(2):
             running.runner(f"decode-{number}").step_s = 0.02
         streams = [running.router.submit(request(str(i), prompt_of(20, i), max_tokens=60)) for i in range(6)]
-        first = [await anext(aiter(stream)) for stream in streams]
+        iterators = [aiter(stream) for stream in streams]
+        first = [await anext(iterator) for iterator in iterators]
         assert all(output.token_ids for output in first)
         late = [running.router.submit(request(f"late{i}", prompt_of(300, i), max_tokens=3)) for i in range(2)]
         await running.kill("decode-0")
-        results = [[output async for output in stream] for stream in streams]
+        results = [[output async for output in iterator] for iterator in iterators]
         failed = [outputs[-1].error for outputs in results if outputs[-1].finish_reason == "error"]
         assert 0 < len(failed) < 6
         assert all(error is not None and error.code == "worker_lost" for error in failed)
