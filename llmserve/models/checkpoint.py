@@ -20,9 +20,10 @@ from llmserve.models.qwen3_moe import (
 from llmserve.models.safetensors_folder import SafetensorsFolder
 from llmserve_kernels.linear import LinearWeight, widen_weight
 from llmserve_kernels.moe import ExpertWeights
-from llmserve_kernels.quantize import FP8_BLOCK, MX_BLOCK
+from llmserve_kernels.quantize import E8M0_NAN, FP8_BLOCK, MX_BLOCK
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SCALE_DTYPES = {"mxfp8": (torch.uint8,), "fp8-block": FLOAT_DTYPES}  # float8_e8m0fnu is read as the bytes it is
 SCALE_SUFFIX = {"mxfp8": "_scale", "fp8-block": "_scale_inv"}
 
 
@@ -78,14 +79,16 @@ class _Loader:
         config, prefix = self.config, f"model.layers.{index}."
         hidden, heads, dim = config.hidden_size, config.num_attention_heads, config.head_dim
         attention = prefix + "self_attn."
-        projections = [
-            self._linear(f"{attention}{name}_proj.weight", count * dim, hidden)
+        qkv = {
+            f"{attention}{name}_proj.weight": count * dim
             for name, count in (("q", heads), ("k", config.num_key_value_heads), ("v", config.num_key_value_heads))
-        ]
+        }
+        projections = [self._linear(name, rows, hidden) for name, rows in qkv.items()]
+        qkv_format = self._one_format(dict(zip(qkv, (format for _, format in projections), strict=True)))
         return LayerWeights(
             input_norm=self._norm(prefix + "input_layernorm.weight", hidden),
             attention=AttentionWeights(
-                qkv=LinearWeight(_transposed(torch.cat([wide for wide, _ in projections])), projections[0][1]),
+                qkv=LinearWeight(_transposed(torch.cat([wide for wide, _ in projections])), qkv_format),
                 out=self._transposed_linear(attention + "o_proj.weight", hidden, heads * dim),
                 qk_norm=self._qk_norm(attention, dim),
             ),
@@ -110,13 +113,17 @@ class _Loader:
         hidden, count = self.config.hidden_size, len(prefixes)
         gate_up = torch.empty(count, hidden, 2 * inner, device=self.device)
         down = torch.empty(count, inner, hidden, device=self.device)
-        format = "none"
+        gate_up_formats: dict[str, str] = {}
+        down_formats: dict[str, str] = {}
         for expert, prefix in enumerate(prefixes):
-            gate, format = self._linear(prefix + "gate_proj.weight", inner, hidden)
-            gate_up[expert, :, :inner] = gate.t()
-            gate_up[expert, :, inner:] = self._linear(prefix + "up_proj.weight", inner, hidden)[0].t()
-            down[expert] = self._linear(prefix + "down_proj.weight", hidden, inner)[0].t()
-        return ExpertWeights(LinearWeight(gate_up, format), LinearWeight(down, format))
+            for name, low in ((prefix + "gate_proj.weight", 0), (prefix + "up_proj.weight", inner)):
+                wide, gate_up_formats[name] = self._linear(name, inner, hidden)
+                gate_up[expert, :, low : low + inner] = wide.t()
+            wide, down_formats[prefix + "down_proj.weight"] = self._linear(prefix + "down_proj.weight", hidden, inner)
+            down[expert] = wide.t()
+        return ExpertWeights(
+            LinearWeight(gate_up, self._one_format(gate_up_formats)), LinearWeight(down, self._one_format(down_formats))
+        )
 
     def _fused_experts(self, prefix: str) -> ExpertWeights:
         """Experts stored as two stacked tensors, as transformers 5 holds them in memory (not quantised)."""
@@ -141,8 +148,34 @@ class _Loader:
                 f"tensor {name} in {self.tensors.where(name)} has dtype {weight.dtype}, which does not fit the "
                 f"quantization_config of config.json ({format})"
             )
-        scale = self.tensors.get(name + SCALE_SUFFIX[format], self._scale_shape(format, name, rows, columns))
+        scale = self._scale(name + SCALE_SUFFIX[format], format, self._scale_shape(format, name, rows, columns))
         return widen_weight(weight.to(self.device), scale.to(self.device), format), format
+
+    def _one_format(self, formats: dict[str, str]) -> str:
+        """The format of weights that are multiplied as one, their input being rounded once for all. By tensor name."""
+        (first, format), *others = formats.items()
+        for name, other in others:
+            if other != format:
+                raise CheckpointError(
+                    f"tensor {name} in {self.tensors.where(name)} is stored as {other!r}, {first} as {format!r}; q, k "
+                    "and v, and the same projections of all experts of a layer, must be quantised alike"
+                )
+        return format
+
+    def _scale(self, name: str, format: str, shape: tuple[int, int]) -> torch.Tensor:
+        """Scales of a quantised weight: e8m0 as bytes (mxfp8), or floats (fp8-block)."""
+        scale = self.tensors.get(name, shape)
+        if scale.dtype == torch.float8_e8m0fnu:
+            scale = scale.view(torch.uint8)
+        if scale.dtype not in SCALE_DTYPES[format]:
+            raise CheckpointError(
+                f"tensor {name} in {self.tensors.where(name)} has dtype {scale.dtype}; scales of {format} weights "
+                f"must be {' or '.join(map(str, SCALE_DTYPES[format]))}"
+            )
+        finite = scale != E8M0_NAN if format == "mxfp8" else scale.isfinite()
+        if not finite.all():
+            raise CheckpointError(f"tensor {name} in {self.tensors.where(name)} holds scales that are not finite")
+        return scale
 
     def _scale_shape(self, format: str, name: str, rows: int, columns: int) -> tuple[int, int]:
         if format == "fp8-block":

@@ -79,10 +79,7 @@ def _open_file(path: Path) -> safe_open:
 def _file_of_each_tensor(folder: Path) -> dict[str, str]:
     index = folder / INDEX
     if index.is_file():
-        try:
-            files = json.loads(index.read_text())["weight_map"]
-        except (ValueError, KeyError) as error:
-            raise CheckpointError(f"{index}: no weight_map can be read: {error}") from error
+        files = _read_index(index)
         for file in sorted(set(files.values())):
             present = set(_open_file(folder / file).keys())
             gone = next((name for name, where in files.items() if where == file and name not in present), None)
@@ -93,3 +90,17 @@ def _file_of_each_tensor(folder: Path) -> dict[str, str]:
     if not single:
         raise CheckpointError(f"{folder}: no .safetensors file found")
     return {name: file for file in single for name in _open_file(folder / file).keys()}  # noqa: SIM118
+
+
+def _read_index(index: Path) -> dict[str, str]:
+    """The file of each tensor; a file must lie in the folder itself."""
+    try:
+        files = json.loads(index.read_text())["weight_map"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{index}: no weight_map can be read: {error}") from error
+    if not isinstance(files, dict):
+        raise CheckpointError(f"{index}: weight_map must map tensor names to file names, got {type(files).__name__}")
+    for name, file in files.items():
+        if not isinstance(file, str) or Path(file).name != file:
+            raise CheckpointError(f"{index}: tensor {name} must be in a file of this folder, got {file!r}")
+    return files

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
-from llmserve_kernels.attention import paged_attention
-from llmserve_kernels.linear import LinearWeight, linear, multiply
+from llmserve_kernels.attention import QUERY_TILE, paged_attention
+from llmserve_kernels.linear import LinearWeight, linear, multiply, widen_weight
 from llmserve_kernels.moe import FEW_TOKENS, ExpertWeights, fused_experts, route
 from llmserve_kernels.norm import rms_norm
+from llmserve_kernels.quantize import (
+    FP8_BLOCK,
+    dequantize_mxfp8,
+    quantize_block_fp8_rows,
+    quantize_block_fp8_weight,
+    quantize_mxfp8,
+)
 from llmserve_kernels.rope import KVSlots, apply_rope, rope_table, write_kv
 
 HEADS, KV_HEADS, DIM, PAGE = 4, 2, 16, 8
@@ -28,20 +36,67 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("threads", [1, 2, 4], indirect=True)
+@pytest.mark.parametrize("threads", [1, 2, 3, 4], indirect=True)
 def test_rows_do_not_depend_on_each_other(threads: int) -> None:
-    """What makes batching, chunking and greedy decoding agree: the same bits for any number of rows."""
+    """What makes batching, chunking and greedy decoding agree: the same bits for any number of rows.
+
+    All small numbers are tried: with two threads, BLAS has other code for 9 to 11 rows than for 8 or 12.
+    """
     torch.manual_seed(0)
-    for k, n in ((32, 64), (128, 256), (256, 512), (512, 256)):
+    for k, n in ((32, 64), (128, 256), (256, 16), (256, 512), (512, 256)):
         rows, wide = torch.randn(200, k), torch.randn(k, n)
         whole = multiply(rows, wide)
-        for count in (1, 2, 3, 4, 5, 8, 13, 64, 150):
+        for count in (*range(1, 50), 64, 75, 100, 150, 193):
             assert torch.equal(multiply(rows[7 : 7 + count], wide), whole[7 : 7 + count]), (k, n, count)
     x, weight = torch.randn(64, 256), torch.rand(256)
     whole = rms_norm(x, weight, 1e-6)
     assert all(
         torch.equal(rms_norm(x[i : i + c], weight, 1e-6), whole[i : i + c]) for i, c in ((0, 1), (5, 3), (9, 40))
     )
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 4], indirect=True)
+def test_experts_do_not_depend_on_the_other_tokens(threads: int) -> None:
+    """The same bits with few tokens (one batched product) and with many (a product per expert), of the demo's size."""
+    torch.manual_seed(0)
+    layer, router = random_experts(16, 256, 128, "mxfp8"), torch.randn(256, 16)
+    x = torch.randn(150, 256)
+    whole = fused_experts(x, *route(x, router, 4, renormalize=True), layer)
+    for count in (1, 2, 5, 8, 11, FEW_TOKENS, FEW_TOKENS + 1, 40, 90):
+        part = x[9 : 9 + count]
+        out = fused_experts(part, *route(part, router, 4, renormalize=True), layer)
+        assert torch.equal(out, whole[9 : 9 + count]), count
+
+
+def rounded_rows(x: torch.Tensor, format: str) -> torch.Tensor:
+    """Activations as the format holds them, float64."""
+    if format == "mxfp8":
+        return dequantize_mxfp8(*quantize_mxfp8(x), torch.float64)
+    values, scale = quantize_block_fp8_rows(x)
+    return values.double() * scale.double().repeat_interleave(FP8_BLOCK, -1)[:, : x.shape[-1]]
+
+
+@pytest.mark.parametrize("k", [32, 1056, 2880])
+def test_mxfp8_linear_beside_foreign_bytes(k: int) -> None:
+    """B100: K that is no multiple of a tile, and 0xFF (NaN) right behind the scales: equal to the float64 product."""
+    torch.manual_seed(0)
+    values, scale = quantize_mxfp8(torch.randn(24, k))
+    buffer = torch.full((24, k // 32 + 5), 0xFF, dtype=torch.uint8)
+    buffer[:, : k // 32] = scale
+    weight = LinearWeight(widen_weight(values, buffer[:, : k // 32], "mxfp8").t().contiguous(), "mxfp8")
+    x = torch.randn(5, k)
+    assert relative_error(linear(x, weight), rounded_rows(x, "mxfp8") @ weight.wide.double()) < 1e-6
+
+
+@pytest.mark.parametrize(("rows", "k"), [(128, 128), (192, 320), (40, 200)])
+def test_block_fp8_linear(rows: int, k: int) -> None:
+    """B104: 192 and 320 are no multiples of 128; the ragged blocks have scales of their own."""
+    torch.manual_seed(0)
+    values, scale = quantize_block_fp8_weight(torch.randn(rows, k))
+    weight = LinearWeight(widen_weight(values, scale, "fp8-block").t().contiguous(), "fp8-block")
+    wide = values.double() * scale.double()[torch.arange(rows)[:, None] // 128, torch.arange(k) // 128]
+    x = torch.randn(5, k)
+    assert relative_error(linear(x, weight), rounded_rows(x, "fp8-block") @ wide.t()) < 1e-6
 
 
 def test_linear_without_rows() -> None:
@@ -112,20 +167,47 @@ def test_paged_attention(fill: float) -> None:
         assert relative_error(out[starts[s] : starts[s + 1]], expected) < 1e-6, s
 
 
-def test_high_page_numbers() -> None:
-    """B106: a page whose offset lies beyond 2^31 elements, without that memory: a pool with a huge stride."""
-    base = torch.randn(2 * KV_HEADS * PAGE * DIM)
-    pool = base.view(2, KV_HEADS, PAGE, DIM)
-    high = pool[1:].expand(2**20, KV_HEADS, PAGE, DIM)  # 2^20 pages x 256 elements x 4 bytes = 2^30 bytes and more
-    q = torch.randn(1, HEADS, DIM)
-    low = paged_attention(q, pool, pool, torch.tensor([[1]]), [0, 1], [5], 1.0)
-    far = paged_attention(q, high, high, torch.tensor([[2**20 - 1]]), [0, 1], [5], 1.0)
-    assert torch.equal(low, far)
+def test_high_page_numbers(tmp_path: Path) -> None:
+    """B106: pages beyond 2^31 elements are written and read like low ones. The pool is a file of holes."""
+    pages = 2**31 // (KV_HEADS * PAGE * DIM) + 2
+    count = pages * KV_HEADS * PAGE * DIM
+    k_pool, v_pool = (
+        torch.from_file(str(tmp_path / name), shared=True, size=count, dtype=torch.bfloat16).view(
+            pages, KV_HEADS, PAGE, DIM
+        )
+        for name in "kv"
+    )
+    k, v, q = torch.randn(5, KV_HEADS, DIM), torch.randn(5, KV_HEADS, DIM), torch.randn(5, HEADS, DIM)
+    results: list[torch.Tensor] = []
+    for page in (1, pages - 1):
+        write_kv(k, v, k_pool, v_pool, KVSlots.of(page * PAGE + torch.arange(5), PAGE))
+        table = torch.tensor([[page]], dtype=torch.int32)
+        results += [
+            paged_attention(q, k_pool, v_pool, table, [0, 5], [5], 1.0),
+            paged_attention(q[4:], k_pool, v_pool, table, [0, 1], [5], 1.0),
+        ]
+    assert torch.equal(results[0], results[2]) and torch.equal(results[1], results[3])
+    expected = reference_attention(q, k.bfloat16(), v.bfloat16(), 1.0)
+    assert relative_error(results[2], expected) < 1e-6
 
 
-def random_experts(count: int, hidden: int, inner: int) -> ExpertWeights:
+def test_long_prefill_is_tiled() -> None:
+    """A chunk of many query tiles over a cached prefix; a tile ends inside, and one query is left for the last."""
+    torch.manual_seed(0)
+    count, length = 3 * QUERY_TILE + 1, 3 * QUERY_TILE + 40
+    k_pool, v_pool = (torch.full((64, KV_HEADS, PAGE, DIM), float("nan")) for _ in range(2))
+    k, v, q = torch.randn(length, KV_HEADS, DIM), torch.randn(length, KV_HEADS, DIM), torch.randn(count, HEADS, DIM)
+    pages = torch.randperm(64)[: -(-length // PAGE)]
+    positions = torch.arange(length)
+    write_kv(k, v, k_pool, v_pool, KVSlots.of(pages[positions // PAGE] * PAGE + positions % PAGE, PAGE))
+    out = paged_attention(q, k_pool, v_pool, pages[None].int(), [0, count], [length], DIM**-0.5)
+    assert relative_error(out, reference_attention(q, k, v, DIM**-0.5)) < 1e-6
+
+
+def random_experts(count: int, hidden: int, inner: int, format: str = "none") -> ExpertWeights:
     return ExpertWeights(
-        LinearWeight(torch.randn(count, hidden, 2 * inner) / 8), LinearWeight(torch.randn(count, inner, hidden) / 8)
+        LinearWeight(torch.randn(count, hidden, 2 * inner) / 8, format),
+        LinearWeight(torch.randn(count, inner, hidden) / 8, format),
     )
 
 

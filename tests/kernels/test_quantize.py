@@ -42,7 +42,8 @@ def reference_mxfp8(block: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("scale", [1.0, 1e-6, 3e4, 2.0**-100, 2.0**100])
 def test_mxfp8_is_the_definition(scale: float) -> None:
     torch.manual_seed(0)
-    x = torch.randn(6, 96) * scale
+    spread = torch.exp2(-20 * torch.rand(6, 96))  # small values beside large ones: there a wrong scale shows
+    x = torch.randn(6, 96) * spread * scale
     expected = torch.stack([torch.cat([reference_mxfp8(b) for b in row.split(32)]) for row in x])
     values, scales = quantize_mxfp8(x)
     assert torch.equal(dequantize_mxfp8(values, scales, torch.float64), expected)
@@ -106,3 +107,28 @@ def test_block_fp8_rows() -> None:
     assert torch.isfinite(scale).all() and (scale > 0).all()
     assert torch.equal(round_to_block_fp8(x), values.float() * scale.repeat_interleave(128, -1)[:, :300])
     assert torch.equal(round_to_block_fp8(x)[2], torch.zeros(300))
+
+
+@pytest.mark.parametrize("tiny", [1e-44, 2e-40, 1e-36])
+def test_block_fp8_of_tiny_values(tiny: float) -> None:
+    """amax / 448 may round to zero: no scale is zero, and the zeros of the block stay zeros instead of 0 / 0."""
+    x = torch.zeros(1, 128)
+    x[0, 5] = tiny
+    for scale in (quantize_block_fp8_rows(x)[1], quantize_block_fp8_weight(x)[1]):
+        assert (scale > 0).all()
+    restored = round_to_block_fp8(x)
+    assert torch.equal(restored[0, :5], torch.zeros(5))
+    half_step = max(tiny / 16, 2.0**-136)  # of e4m3, which has subnormals of its own, under the smallest normal scale
+    assert abs(restored[0, 5].item() - tiny) <= half_step
+
+
+@pytest.mark.parametrize("value", [float("inf"), -float("inf"), float("nan")])
+def test_block_fp8_does_not_hide_what_is_not_finite(value: float) -> None:
+    x = torch.ones(2, 256)
+    x[0, 3] = value
+    values, scale = quantize_block_fp8_rows(x)
+    assert torch.isfinite(scale).all()
+    restored = round_to_block_fp8(x)
+    assert restored[0, 3].isnan() and restored.isnan().sum() == 1
+    assert torch.equal(restored[0, 128:], x[0, 128:]) and torch.equal(restored[1], x[1])
+    assert values.float().isnan().sum() == 1

@@ -5,8 +5,9 @@ run time, products and sums are float32.
 
 Results must not depend on what a row is batched with: the next activation quantisation would turn a difference in the
 last bit into a visible step, and greedy tokens would depend on the batch. BLAS libraries sum over K in one order for
-all sizes but the smallest, for which they have other kernels (matrix-vector, and fewer than 4 rows a thread with MKL).
-So products of fewer rows are padded. tests/kernels/test_operators.py checks this on the machine at hand.
+all sizes but the smallest, for which they have other kernels (matrix-vector, and fewer than 4 rows with MKL); several
+threads share the rows, so that one of them may be left with such a remainder. So products are padded to whole units of
+4 rows a thread. tests/kernels/test_operators.py checks this on the machine at hand.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from llmserve_kernels.quantize import (
     round_to_mxfp8,
 )
 
-MIN_ROWS = 4  # a thread
+ROWS_PER_THREAD = 4
 
 
 @dataclass(slots=True)
@@ -50,17 +51,17 @@ def round_activation(x: torch.Tensor, format: str) -> torch.Tensor:
     return x.float()
 
 
-def min_rows() -> int:
-    """Products of fewer rows would be computed in another order."""
-    return MIN_ROWS * torch.get_num_threads()
+def padded_rows(count: int) -> int:
+    """Rows of a product that gives `count` rows the same bits as any larger product does."""
+    unit = ROWS_PER_THREAD * torch.get_num_threads()
+    return -(-count // unit) * unit
 
 
 def multiply(rows: torch.Tensor, wide: torch.Tensor) -> torch.Tensor:
     """rows: [R, K] float32; wide: [K, N] -> [R, N], each row the same whatever the others are."""
-    count, needed = rows.shape[0], min_rows()
-    if count >= needed:
-        return rows @ wide
-    return (F.pad(rows, (0, 0, 0, needed - count)) @ wide)[:count]
+    count = rows.shape[0]
+    missing = padded_rows(count) - count
+    return (F.pad(rows, (0, 0, 0, missing)) @ wide)[:count] if missing else rows @ wide
 
 
 def linear(x: torch.Tensor, weight: LinearWeight) -> torch.Tensor:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from llmserve_kernels.linear import MIN_ROWS, LinearWeight, min_rows, multiply, round_activation
+from llmserve_kernels.linear import ROWS_PER_THREAD, LinearWeight, multiply, padded_rows, round_activation
 
 FEW_TOKENS = 16  # up to here, if most experts are hit, all are computed as one batched product
 
@@ -62,22 +62,21 @@ def fused_experts(x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor,
 def _looped(rows: torch.Tensor, wide: torch.Tensor, counts: list[int]) -> torch.Tensor:
     """One product per expert that has tokens. rows: [R, K] grouped by expert; wide: [experts, K, N] -> [R, N].
 
-    A product of fewer rows than `multiply` needs takes the rows behind them along, and drops what comes of those.
+    Instead of padding as `multiply` does, a product takes the rows behind its own along, and drops what comes of those.
     """
-    needed = min_rows()
-    padded = F.pad(rows, (0, 0, 0, needed))
+    padded = F.pad(rows, (0, 0, 0, padded_rows(1)))
     parts: list[torch.Tensor] = []
     low = 0
     for expert, count in enumerate(counts):
         if count:
-            parts.append((padded[low : low + max(count, needed)] @ wide[expert])[:count])
+            parts.append((padded[low : low + padded_rows(count)] @ wide[expert])[:count])
             low += count
     return torch.cat(parts)
 
 
 def _batched(rows: torch.Tensor, wide: torch.Tensor, counts: list[int]) -> torch.Tensor:
     """One batched product over all experts, each padded to the most tokens that any of them has."""
-    most = max(MIN_ROWS, *counts)
+    most = max(ROWS_PER_THREAD, *counts)  # threads share the experts, not the rows of one
     slots = [expert * most + j for expert, count in enumerate(counts) for j in range(count)]
     padded = rows.new_zeros(len(counts) * most, rows.shape[1])
     padded[slots] = rows

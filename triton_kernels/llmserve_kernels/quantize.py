@@ -6,6 +6,9 @@ block into e4m3's range, so nothing saturates.
 
 Block FP8 (DeepSeek-V3, Qwen3 FP8 checkpoints): e4m3 values, one fp32 scale amax / 448 per 128 x 128 block of a weight,
 or per 1 x 128 block of an activation.
+
+Input that is not finite is not hidden: an infinity or a NaN becomes e4m3's NaN in both formats, under a finite scale so
+large that the rest of its block is lost.
 """
 
 from __future__ import annotations
@@ -106,8 +109,10 @@ def round_to_block_fp8(x: torch.Tensor) -> torch.Tensor:
 
 
 def _block_scale(amax: torch.Tensor) -> torch.Tensor:
-    """amax / 448; 1 for a block of zeros, so that no scale is zero or NaN."""
-    return torch.where(amax > 0, amax / E4M3_MAX, 1.0)
+    """amax / 448; 1 for a block of zeros. Always finite, and a normal number: a scale of 0 would make NaN of 0 / 0."""
+    limits = torch.finfo(torch.float32)
+    scale = (amax.nan_to_num(nan=limits.max) / E4M3_MAX).clamp_min(limits.tiny)  # nan_to_num maps inf to max as well
+    return torch.where(amax == 0, 1.0, scale)
 
 
 def _to_e4m3(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
