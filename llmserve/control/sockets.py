@@ -106,7 +106,7 @@ class _Socket:
                 return
             try:
                 self._received.append(self._message(frames))
-            except (msgspec.MsgspecError, ValueError) as error:
+            except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # the last: nested too deeply
                 self.dropped += 1
                 logger.warning("a message that cannot be decoded is dropped: %s", error)
                 continue

@@ -53,6 +53,9 @@ class FakeWorker:
     def requests(self) -> list[GenerateRequest]:
         return [m for m in self.received if isinstance(m, GenerateRequest)]
 
+    def got(self, request_id: str) -> bool:
+        return any(request.request_id == request_id for request in self.requests())
+
     def aborted(self) -> list[str]:
         return [m.request_id for m in self.received if isinstance(m, AbortRequest)]
 

@@ -1,4 +1,4 @@
-"""Child processes: started, watched, restarted, stopped. And sockets that others can reach only with keys."""
+"""Child processes: started, watched, restarted, stopped."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import asyncio
 import os
 import signal
 import sys
-from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from llmserve.config import RouterConfig
-from llmserve.control.messages import ROUTER_TO_WORKER, Heartbeat, WorkerLoad
+from llmserve.control import supervisor as supervisor_module
 from llmserve.control.router import Router
-from llmserve.control.sockets import CurveKeys, DealerSocket, RouterSocket, create_keys
 from llmserve.control.supervisor import Supervisor, WorkerCommand
-from llmserve.errors import ConfigError
+from llmserve.errors import ConfigError, UnavailableError
 
 from .fake_worker import until
 
@@ -68,37 +68,92 @@ async def test_a_child_that_cannot_start_says_why() -> None:
         await router.stop()
 
 
-def test_reachable_addresses_need_keys(tmp_path: Path) -> None:
-    for address in ("tcp://0.0.0.0:*", "tcp://*:*", "tcp://10.1.2.3:5555"):
-        with pytest.raises(ConfigError, match="CURVE"):
-            RouterSocket(address, Heartbeat)
-    RouterSocket("tcp://127.0.0.1:*", Heartbeat).close()
-    with pytest.raises(ConfigError, match="llmserve keys"):
-        CurveKeys.load(str(tmp_path))
+class Registry:
+    """Stands in for the router: registered is who the test says."""
+
+    def __init__(self) -> None:
+        self.pids: set[int] = set()
+        self.lost: list[tuple[int, str | None]] = []
+
+    def workers(self) -> list[Any]:
+        return [SimpleNamespace(pid=pid) for pid in self.pids]
+
+    def worker_lost(self, pid: int, worker_id: str | None = None) -> None:
+        self.lost.append((pid, worker_id))
 
 
-async def test_only_holders_of_the_key_are_heard(tmp_path: Path) -> None:
-    create_keys(str(tmp_path / "ours"))
-    create_keys(str(tmp_path / "theirs"))
-    with pytest.raises(ConfigError, match="already"):
-        create_keys(str(tmp_path / "ours"))
-    ours, theirs = CurveKeys.load(str(tmp_path / "ours")), CurveKeys.load(str(tmp_path / "theirs"))
-    assert ours is not None and theirs is not None
-    stranger_keys = CurveKeys(theirs.folder, theirs.public, theirs.secret)
-    router = RouterSocket("tcp://0.0.0.0:*", Heartbeat, ours)
-    address = router.address.replace("0.0.0.0", "127.0.0.1")
-    plain = DealerSocket(address, ROUTER_TO_WORKER)
-    stranger = DealerSocket(address, ROUTER_TO_WORKER, stranger_keys)
-    friend = DealerSocket(address, ROUTER_TO_WORKER, ours)
+def supervised(script: str) -> tuple[Supervisor, Registry]:
+    registry = Registry()
+    return Supervisor(registry, [WorkerCommand("w", [sys.executable, "-c", script])]), registry
+
+
+async def test_a_child_that_never_registers_is_stopped_at_the_deadline() -> None:
+    supervisor, _ = supervised("import time; time.sleep(60)")
+    with pytest.raises(UnavailableError, match=r"not registered within 0.3 s: w"):
+        await supervisor.start(timeout_s=0.3)
+    (child,) = supervisor._children
+    assert child.process is not None and child.process.returncode is not None
+
+
+async def test_a_command_that_does_not_exist_says_so() -> None:
+    supervisor = Supervisor(Registry(), [WorkerCommand("w", ["/nonexistent/python"])])
+    with pytest.raises(ConfigError, match=r"w did not start: .*/nonexistent/python"):
+        await supervisor.start(timeout_s=1)
+
+
+async def test_a_child_that_ignores_sigterm_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor_module, "STOP_GRACE_S", 0.3)
+    script = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True)"
+    supervisor, registry = supervised(f"{script}; time.sleep(60)")
+    start = asyncio.create_task(supervisor.start(timeout_s=30))
+    (child,) = supervisor._children
+    await until(lambda: "deaf" in child.last_lines, 20)
+    assert child.process is not None
+    registry.pids.add(child.process.pid)
+    await start
+    await supervisor.stop()
+    assert child.process.returncode == -signal.SIGKILL
+
+
+async def test_restarts_slow_down_and_end_with_stop(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A child that dies at once is started again and again, with growing pauses; `stop` ends that during a pause."""
+    monkeypatch.setattr(supervisor_module, "FIRST_BACKOFF_S", 0.02)
+    supervisor, registry = supervised("print('tick')")
+    (child,) = supervisor._children
+    child.backoff_s = 0.02
+    monkeypatch.setattr(supervisor, "_missing", list)
+    await supervisor.start(timeout_s=30)
+    await until(lambda: child.restarts >= 2, 20)
+    assert child.backoff_s >= 0.08
+    await supervisor.stop()
+    restarts = child.restarts
+    await asyncio.sleep(0.3)
+    assert child.restarts == restarts and child.process is not None and child.process.returncode is not None
+    assert len({pid for pid, _ in registry.lost}) >= 2 and {name for _, name in registry.lost} == {"w"}
+    assert "[w] tick" in capfd.readouterr().err
+
+
+async def test_a_restart_that_fails_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For example while the system is out of processes."""
+    supervisor, _ = supervised("import time; time.sleep(60)")
+    (child,) = supervisor._children
+    child.backoff_s = 0.02
+    monkeypatch.setattr(supervisor, "_missing", list)
+    await supervisor.start(timeout_s=30)
+    spawn, failures = supervisor._spawn, iter(range(2))
+
+    async def flaky(one: Any) -> None:
+        if next(failures, None) is not None:
+            raise OSError("no processes left")
+        await spawn(one)
+
+    monkeypatch.setattr(supervisor, "_spawn", flaky)
     try:
-        for name, socket in (("plain", plain), ("stranger", stranger), ("friend", friend)):
-            socket.send(Heartbeat(instance_id=name, load=WorkerLoad()))
-        async with asyncio.timeout(5):
-            _, message = await router.recv()
-        assert message.instance_id == "friend"
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.5):
-                await router.recv()
+        assert child.process is not None
+        child.process.kill()
+        await until(lambda: child.restarts == 1, 20)
+        assert child.process.returncode is None
     finally:
-        for socket in (router, plain, stranger, friend):
-            socket.close()
+        await supervisor.stop()
