@@ -319,7 +319,8 @@ class Router:
             self._fail(stream, ErrorInfo(status=503, message=message, code="worker_lost"))
         else:
             self.counters["retried"] += 1
-            stream.deadline_s = time.monotonic() + self.config.no_worker_timeout_s
+            # From the last sign of life, so that the time until the loss was noticed counts as well.
+            stream.deadline_s = lost.last_heard_s + self.config.no_worker_timeout_s
             self._dispatch(stream)
 
     async def _watch(self) -> None:
@@ -330,8 +331,8 @@ class Router:
             if now < due_s + LATE_S:  # else this loop was held up: first read the heartbeats that came meanwhile
                 self.membership.expire()
                 self._take_lost()
-            while self.waiting and (self.waiting[0].ended or self.waiting[0].deadline_s < now):
-                stream = self.waiting.popleft()
+            for stream in [stream for stream in self.waiting if stream.ended or stream.deadline_s < now]:
+                self.waiting.remove(stream)
                 if not stream.ended:
                     message = f"no decoder joined within {self.config.no_worker_timeout_s:g} s"
                     self._fail(stream, ErrorInfo(status=503, message=message, code="no_worker"))

@@ -354,3 +354,16 @@ async def test_another_salt_does_not_attract() -> None:
         home = await send("a", "A")
         assert await send("b", "A") is home
         assert await send("c", "B") is not home
+
+
+async def test_a_silent_worker_is_an_error_within_the_deadline() -> None:
+    """Without a supervisor: the time until the silence is noticed counts towards the wait for another worker."""
+    async with site(worker_timeout_s=0.6, no_worker_timeout_s=1.0) as s:
+        worker = await s.join()
+        stream = s.submit("r")
+        await until(worker.requests)
+        worker.beating = False
+        started = asyncio.get_running_loop().time()
+        (only,) = await collect(stream)
+        assert only.error is not None and only.error.code == "no_worker"
+        assert asyncio.get_running_loop().time() - started < 1.4
